@@ -36,3 +36,7 @@ class CostTableError(ArtifactError):
 
 class PlanError(DSparkError):
     """A plan was asked for, or handed over, with facts that contradict each other."""
+
+
+class DrafterError(DSparkError, ValueError):
+    """A drafter's config, weights or buffers cannot be used as they are."""
