@@ -43,7 +43,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as scratch:
             stubs = _write_stubs(Path(scratch))
             project = f"{ROOT}[{args.extras}]"
-            _run(python, "-m", "pip", "install", "-q", *stubs, "-e", project, hint=_PIP_HINT)
+            _run(python, "-m", "pip", "install", "-qq", *stubs, "-e", project, hint=_PIP_HINT)
     with _Stage("checking that the installed packages fit together (pip check)"):
         _run(python, "-m", "pip", "check")
     stamp.write_text(wanted)
