@@ -18,7 +18,11 @@ def draft_ops(options: DSparkConfig, device: torch.device) -> DraftOps:
 
 
 def reject_ops(options: DSparkConfig, device: torch.device) -> RejectOps:
-    """Verification for `device`."""
+    """Verification for `device`, as `draft_ops`."""
+    if options.kernels != "reference" and device.type == "cpu":
+        from vllm_dspark.cpu.reject_ops import CpuRejectOps
+
+        return CpuRejectOps()
     from vllm_dspark.kernels.reference import ReferenceRejectOps
 
     return ReferenceRejectOps()
