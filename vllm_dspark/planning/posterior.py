@@ -48,6 +48,12 @@ class AcceptancePosterior:
         self._slot_trials = np.zeros(num_slots, dtype=np.float32)  # N
         self.num_observed = 0  # drafts that ever taught the shared priors
 
+    def grow(self, num_slots: int) -> None:
+        """Make room for more slots."""
+        extra = np.zeros(num_slots - len(self._slot_trials), dtype=np.float32)
+        self._slot_residual = np.concatenate((self._slot_residual, extra))
+        self._slot_trials = np.concatenate((self._slot_trials, extra))
+
     def reset(self, slot: int) -> None:
         """Forget a slot's request."""
         self._slot_residual[slot] = 0.0
@@ -55,7 +61,8 @@ class AcceptancePosterior:
 
     def prior(self, sampled: bool) -> FloatArray:
         """Shared conditional acceptance per position, [K], of one request class."""
-        return self._prior[int(sampled)]
+        prior: FloatArray = self._prior[int(sampled)]
+        return prior
 
     def known(self, slots: IntArray) -> BoolArray:
         """Requests with outcomes of their own, [n]."""
@@ -129,7 +136,8 @@ class AcceptancePosterior:
         """[K, 1] if all requests are of one class, else [K, n]."""
         num_sampled = int(np.count_nonzero(sampled))
         if num_sampled in (0, sampled.size):
-            return self._prior[int(num_sampled > 0)][:, None]
+            column: FloatArray = self._prior[int(num_sampled > 0)][:, None]
+            return column
         return np.where(sampled, self._prior[1][:, None], self._prior[0][:, None])
 
     def _rates(self) -> FloatArray:
