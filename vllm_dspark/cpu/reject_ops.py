@@ -216,9 +216,7 @@ def _standard_window(  # type: ignore[no-untyped-def]
         if accept:
             sampled[i] = x
             continue
-        mass = _residual(
-            target[i], p_top, p_total, 1.0, q_row, heat, q_top, q_total, x, weights
-        )
+        mass = _residual(target[i], p_top, p_total, 1.0, q_row, heat, q_top, q_total, x, weights)
         if mass > 0.0:
             sampled[i] = _draw_weights(weights, seed, pos[i], i, block_keys)
         else:
@@ -292,9 +290,7 @@ def _block_window(  # type: ignore[no-untyped-def]
     if mass > 0.0:
         drawn = _draw_weights(weights, seed, pos[accepted], accepted, block_keys)
     else:
-        drawn = _draw_logits(
-            target[accepted], weights, seed, pos[accepted], accepted, block_keys
-        )
+        drawn = _draw_logits(target[accepted], weights, seed, pos[accepted], accepted, block_keys)
     sampled[accepted] = drawn
     sampled[accepted + 1 :] = -1
     return accepted + 1

@@ -32,7 +32,7 @@ class MarkovHead:
 
     @property
     def rank(self) -> int:
-        return self.w1.shape[1]
+        return int(self.w1.shape[1])
 
 
 @dataclass(frozen=True)

@@ -137,9 +137,7 @@ class ReferenceDraftOps:
                 stored = logits.to(out.logits_cache.dtype)
                 cache_slots = slots[sampled]
                 out.logits_cache[cache_slots[:, None], k, ids[None, :]] = stored[sampled]
-                gumbel = noise.gumbel_rows(
-                    seeds, batch.position[rows, k], k, noise.DRAFT, ids
-                )
+                gumbel = noise.gumbel_rows(seeds, batch.position[rows, k], k, noise.DRAFT, ids)
                 scaled = stored.float() / torch.where(sampled, temperature, 1.0)[:, None]
                 drawn = torch.where(sampled, (scaled + gumbel).argmax(dim=-1), drawn)
             prev = ids[drawn]
@@ -201,7 +199,7 @@ class _Window:
         self.num_drafts = end - start - 1
         self.logits = batch.target_logits[start:end]
         self.pos = batch.pos[start:end]
-        self.drafts = batch.draft_tokens[start + 1 : end].tolist()
+        self.drafts: list[int] = batch.draft_tokens[start + 1 : end].tolist()
         self.draft_logits = None if batch.draft_logits is None else batch.draft_logits[self.slot]
 
     def p(self, column: int) -> torch.Tensor:
@@ -234,7 +232,7 @@ class _Window:
 
 def _reject_greedy(window: _Window, rule: RejectRule) -> list[int]:
     """Temperature 0: accept while the draft is the target's argmax, then the argmax."""
-    argmax = finite_or_neg_inf(window.logits).argmax(dim=-1).tolist()
+    argmax: list[int] = finite_or_neg_inf(window.logits).argmax(dim=-1).tolist()
     valid = (finite_or_neg_inf(window.logits) > NEG_INF).any(dim=-1).tolist()
     for i, x in enumerate(window.drafts):
         accept = x == argmax[i] and valid[i]
