@@ -241,6 +241,14 @@ def _judgeable_length(target, cached, drafts, heat, terms, q_norms):  # type: ig
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def _clipped_ratio(p, q):  # type: ignore[no-untyped-def]
+    """min(1, p / q), with 0 / 0 = 0."""
+    if p >= q:
+        return 1.0 if p > 0.0 else 0.0
+    return p / q
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def _block_window(  # type: ignore[no-untyped-def]
     target, cached, drafts, heat, seed, pos, weights, terms, block_keys, sampled
 ):
@@ -261,10 +269,7 @@ def _block_window(  # type: ignore[no-untyped-def]
             if x < cached.shape[1]:
                 q_top, q_total = np.float32(q_norms[i - 1, 0]), q_norms[i - 1, 1]
                 q_x = _probability(widen(cached[i - 1, x]), heat, q_top, q_total)
-        if joint >= q_x:
-            ratio = 1.0 if joint > 0.0 else 0.0
-        else:
-            ratio = joint / q_x
+        ratio = _clipped_ratio(joint, q_x)
         h = ratio
         if i < length:
             p_top, p_total = _normaliser(target[i], one, terms)
