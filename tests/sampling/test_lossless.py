@@ -44,9 +44,10 @@ def test_emitted_tokens_follow_the_target(ops, cached, method, windows):
 @pytest.mark.parametrize("cached", [True, False], ids=["probabilistic", "greedy"])
 @pytest.mark.parametrize("method", ["standard", "block"])
 def test_reference_follows_the_target(cached, method):
-    """The specification itself, on fewer requests (it goes one by one)."""
+    """The specification itself, on few requests: it goes one by one, and tests/cpu shows that the
+    fast operations emit its very tokens."""
     ops = (ReferenceDraftOps(), ReferenceRejectOps())
-    assert lossless(toy.make_toy(cached), ops, method, toy.random_windows, 2_000)
+    assert lossless(toy.make_toy(cached), ops, method, toy.random_windows, 400)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
@@ -154,12 +155,11 @@ def block_residual_without_ratio(monkeypatch):
     monkeypatch.setattr(rejection, "_block_test", biased)
 
 
-def block_accepts_by_ratio_alone(monkeypatch):
-    """Block verification whose test inside the block is u <= ratio, as at its end."""
+def block_mass_miscounted(monkeypatch):
+    """Block verification whose ratios and masses take q for half of what it is."""
     test = rejection._block_test
 
     def biased(batch, rows, rule, p, q, judgeable, bounds):
-        # mass / (mass + 1 - ratio) -> 1 wherever the ratio is 1, else inflated: q's mass vanishes
         return test(batch, rows, rule, p, q * 0.5, judgeable, bounds)
 
     monkeypatch.setattr(rejection, "_block_test", biased)
@@ -176,7 +176,7 @@ BIASES = [
     (resample_with_draft_noise, "standard", True),
     (accept_with_residual_noise, "standard", True),
     (block_residual_without_ratio, "block", True),
-    (block_accepts_by_ratio_alone, "block", True),
+    (block_mass_miscounted, "block", True),
 ]
 
 

@@ -58,7 +58,7 @@ def make_toy(cached: bool, temperature: float = 0.7) -> Toy:
     target = torch.randn(VOCAB, VOCAB, generator=gen)
     # An embedding of full rank: the drafter's law is the target's plus noise, so that windows are
     # accepted to every length.
-    w2 = (target + 0.8 * torch.randn(VOCAB, VOCAB, generator=gen)).T.contiguous()
+    w2 = (target + 1.5 * torch.randn(VOCAB, VOCAB, generator=gen)).T.contiguous()
     markov = MarkovHead("vanilla", torch.eye(VOCAB), w2)
     base = 0.3 * torch.randn(VOCAB, generator=gen)
     return Toy(target, DraftHead(markov, None), base, temperature, cached)
