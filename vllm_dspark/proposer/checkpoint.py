@@ -66,6 +66,7 @@ class CheckedDrafter:
     """A checkpoint whose tensors are all there."""
 
     spec: DrafterSpec
+    target: TargetShape
     tensors: dict[str, StoredTensor]
     findings: tuple[Finding, ...]
 
@@ -208,6 +209,8 @@ def _layer_shapes(spec: DrafterSpec, prefix: str) -> dict[str, tuple[int, ...]]:
 def _optional(spec: DrafterSpec, target: TargetShape) -> set[str]:
     """Promised tensors that may be absent: shared with the target, or a confidence head."""
     optional = {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    if spec.draft_vocab_size >= target.vocab_size:
+        optional.add("d2t")  # an expanded input vocabulary; drafted ids are target ids already
     same_width = spec.hidden_size == target.hidden_size
     if spec.vocab_size == target.vocab_size and same_width:
         optional.add("embed_tokens.weight")
@@ -250,7 +253,7 @@ def check_checkpoint(folder: str | Path, spec: DrafterSpec, target: TargetShape)
             + "; ".join(problems)
             + _hint(missing, unexpected, spec)
         )
-    return CheckedDrafter(spec, tensors, tuple(_findings(spec, tensors, layers_checked)))
+    return CheckedDrafter(spec, target, tensors, tuple(_findings(spec, tensors, layers_checked)))
 
 
 def _findings(

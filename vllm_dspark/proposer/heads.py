@@ -21,14 +21,16 @@ PROJECTIONS = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"
 
 
 def head_from_checkpoint(
-    drafter: CheckedDrafter, device: torch.device | str, dtype: torch.dtype
+    drafter: CheckedDrafter,
+    device: torch.device | str,
+    dtype: torch.dtype,
 ) -> DraftHead:
     """Read the head tensors of a checked checkpoint; nothing else of it is touched."""
 
     def source(name: str) -> torch.Tensor | None:
         return read_tensor(drafter.tensors[name]) if drafter.has(name) else None
 
-    return build_head(drafter.spec, source, device, dtype)
+    return build_head(drafter.spec, source, device, dtype, drafter.target.vocab_size)
 
 
 def head_from_tensors(
@@ -36,13 +38,18 @@ def head_from_tensors(
     tensors: dict[str, torch.Tensor],
     device: torch.device | str,
     dtype: torch.dtype,
+    target_vocab: int,
 ) -> DraftHead:
     """From named tensors, e.g. a loaded module's parameters with their prefix stripped."""
-    return build_head(spec, tensors.get, device, dtype)
+    return build_head(spec, tensors.get, device, dtype, target_vocab)
 
 
 def build_head(
-    spec: DrafterSpec, source: TensorSource, device: torch.device | str, dtype: torch.dtype
+    spec: DrafterSpec,
+    source: TensorSource,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    target_vocab: int,
 ) -> DraftHead:
     """Markov weights in `dtype` (the drafter's), the confidence head in float32.
 
@@ -55,8 +62,9 @@ def build_head(
         if tensor is None:
             raise DrafterError(
                 f"{spec.file}: tensor {name} is missing, but the config has "
-                f"markov_head_type = {spec.markov_kind!r} with markov_rank = {spec.markov_rank}: "
-                "the checkpoint and its config.json do not belong together"
+                f"markov_head_type = {spec.markov_kind!r}, markov_rank = {spec.markov_rank} and "
+                f"draft_vocab_size = {spec.draft_vocab_size}: the checkpoint and its config.json "
+                "do not belong together"
             )
         return tensor.detach().to(device=device, dtype=to).contiguous()
 
@@ -80,7 +88,7 @@ def build_head(
             else take("confidence_head.proj.bias", torch.float32).view(()),
             with_markov=spec.confidence_with_markov,
         )
-    d2t = take("d2t", torch.int64) if spec.draft_vocab_size < spec.vocab_size else None
+    d2t = take("d2t", torch.int64) if spec.draft_vocab_size < target_vocab else None
     head = DraftHead(markov, confidence, d2t, spec.soft_cap, spec.logit_scale)
     _check_shapes(spec, head)
     return head

@@ -12,6 +12,7 @@ level) and speculators (`speculators_model_type: dspark`, the layers under
 `target_layer_ids` are zero-based layer OUTPUTS, -1 the embedding output.
 """
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from typing import Any, Literal
 
 from vllm_dspark.errors import DrafterError
 from vllm_dspark.kernels.protocols import MarkovKind
-import itertools
 
 DrafterFormat = Literal["deepspec", "speculators"]
 MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
