@@ -28,6 +28,7 @@ IntArray = npt.NDArray[np.integer]
 
 _START_RATE = 0.8  # of a draft nobody has seen verified yet
 _START_TRIALS = 8.0
+_ENOUGH_OBSERVED = 256  # drafts after which the shared priors speak for newcomers
 _FORGET_SHARED = 1.0 / 4096.0  # per observed draft, shared priors
 _KEEP_REQUEST = 0.95  # forgetting per verified step, one request: ~20 steps
 _SHRINKAGE = 6.0  # kappa: trials a request needs before its residual counts half
@@ -65,7 +66,9 @@ class AcceptancePosterior:
         return prior
 
     def known(self, slots: IntArray) -> BoolArray:
-        """Requests with outcomes of their own, [n]."""
+        """Requests that outcomes say something about: their own, or enough of others, [n]."""
+        if self.num_observed >= _ENOUGH_OBSERVED:
+            return np.ones(len(slots), dtype=np.bool_)
         return self._slot_trials[slots] > 0.0
 
     def estimate(
