@@ -34,8 +34,8 @@ from vllm_dspark.planning.survival import survival
 from vllm_dspark.planning.table import RequestBatch
 
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
-OwnerArray = npt.NDArray[np.uint64]
+IntArray = npt.NDArray[np.integer]
+OwnerArray = npt.NDArray[np.int64]
 
 # After this many native decisions in a row on an unchanged batch, only every
 # _LAZY_PERIOD-th step is worked out: native steps should cost nothing.
@@ -180,8 +180,10 @@ class Planner:
         )
 
     def _rank(self, batch: RequestBatch, alive: FloatArray, capacity: IntArray) -> Ranking:
-        floor = np.minimum(capacity, np.int32(self.options.request_floor))
-        if np.count_nonzero(batch.reserved):
+        floor = None
+        reserved = np.count_nonzero(batch.reserved)
+        if reserved or self.options.request_floor:
+            floor = np.minimum(capacity, np.int32(self.options.request_floor))
             np.copyto(floor, capacity, where=batch.reserved)
         return rank(alive, capacity, floor)
 
