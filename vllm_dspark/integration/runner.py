@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -11,6 +12,8 @@ from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.backends import reject_ops
 from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.rejection import replace_rejection_sampler
+from vllm_dspark.integration.report import StepOrder, attach_report, order_of
+from vllm_dspark.integration.reporting import StepReporter
 from vllm_dspark.integration.speculator import DSparkProposer
 
 logger = logging.getLogger("vllm.vllm_dspark")
@@ -26,6 +29,8 @@ class DSparkRunnerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dspark_options = options_of(self.vllm_config) or DSparkConfig()
+        self.dspark_reporter = StepReporter(self.device, self.num_speculative_steps)
+        self._order: StepOrder | None = None
         if self.speculator is not None:  # last pipeline rank only
             self.speculator = None  # free the stock buffers before ours are allocated
             self.speculator = DSparkProposer(self.vllm_config, self.device, self.dspark_options)
@@ -40,6 +45,38 @@ class DSparkRunnerMixin:
                 self.device,
                 reject_ops(self.dspark_options, self.device),
             )
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's step; keeps the engine core's order for the draft pass that follows."""
+        self._order = order_of(scheduler_output)
+        if self._order is None:  # dummy runs, foreign schedulers
+            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        self.dspark_reporter.owners.update(scheduler_output)
+        if self.dspark_reporter.clock is not None:
+            self.dspark_reporter.clock.reset()
+        with self.dspark_reporter.clock or nullcontext():
+            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's sampling and drafting, then the step's report on its output."""
+        order, self._order = self._order, None
+        state = self.execute_model_state
+        if order is None or state is None or self.speculator is None:
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        self.speculator.draft_next = order.draft_next
+        with self.dspark_reporter.clock or nullcontext():
+            output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        self._report(order, state.input_batch, output)
+        return output
+
+    def _report(self, order: StepOrder, input_batch: Any, output: Any) -> None:
+        speculator, reporter = self.speculator, self.dspark_reporter
+        if reporter.clock is not None:
+            reporter.clock.draft_ms = speculator.draft_ms
+        if order.draft_next and speculator.has_confidence:
+            reporter.record_rows(order, input_batch, speculator.confidence_logits)
+        report = reporter.report(input_batch)
+        attach_report(getattr(output, "model_runner_output", output), report)
 
 
 class DSparkGPUModelRunner(DSparkRunnerMixin, GPUModelRunner):

@@ -5,6 +5,7 @@ graph capture. Everything after the backbone's forward pass is `DraftOps` (kerne
 """
 
 import logging
+import time
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class DSparkProposer(StockSpeculator):
     """Drafts blocks of K tokens with one confidence logit each.
 
     confidence_logits: [max_num_reqs, K] float32 by batch row of the last pass, before the sigmoid.
-    draft_pass: number of draft passes so far, the stamp of the rows they wrote.
+    draft_next: whether the coming `propose` drafts; the runner sets it from the step's order.
+    draft_ms: host time of the last draft pass, None when it was skipped (a CPU's step time).
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, options: DSparkConfig) -> None:
@@ -33,7 +35,8 @@ class DSparkProposer(StockSpeculator):
             self.max_num_reqs, self.num_speculative_steps, dtype=torch.float32, device=device
         )
         self.draft_head: DraftHead | None = None
-        self.draft_pass = 0
+        self.draft_next = True
+        self.draft_ms: float | None = None
 
     @property
     def has_confidence(self) -> bool:
@@ -96,9 +99,23 @@ class DSparkProposer(StockSpeculator):
             self.draft_head, batch, SamplingState(self.temperature, self.seeds), out
         )
 
+    def _generate_draft(self, *args: Any, **kwargs: Any) -> None:
+        """Backbone and head; nothing when this step was ordered not to draft."""
+        if self.draft_next:
+            super()._generate_draft(*args, **kwargs)
+
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """vLLM's propose; counts real draft passes."""
+        """Store the context KV of the verified tokens and, unless skipped, draft a block.
+
+        Returns [num_reqs, K] draft tokens; -1 throughout when drafting is skipped.
+        """
+        started = time.perf_counter()
+        if not self.draft_next:
+            # Any graph holds the whole draft step, so a skipped one runs without.
+            kwargs["is_profile"] = True
         drafts: torch.Tensor = super().propose(*args, **kwargs)
-        if not kwargs.get("dummy_run", False):
-            self.draft_pass += 1
-        return drafts
+        if self.draft_next:
+            self.draft_ms = (time.perf_counter() - started) * 1e3
+            return drafts
+        self.draft_ms, self.draft_next = None, True
+        return torch.full_like(drafts, -1)
