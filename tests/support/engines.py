@@ -14,6 +14,11 @@ ENGINE_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # Tiny models gain nothing from a second thread, and OpenMP's spinning barriers cost a
+    # hundredfold where the cores are taken.
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 DEFAULTS: dict[str, Any] = {
