@@ -126,3 +126,46 @@ def attention_launch(arch: int, query_rows: int, head_dim: int) -> AttentionLaun
         f"no attention launch for {query_rows} query rows and head_dim {head_dim} on sm_{arch}; "
         "the kernel covers 128 rows and head_dim 256"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLaunch:
+    """Tile of the fused drafting head: `block_rows` requests x `block_v` vocabulary columns."""
+
+    block_rows: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+    blocks_per_sm: int
+
+    def num_parts(self, num_reqs: int, vocab: int, device: Device) -> int:
+        """Programs that share the vocabulary of one row block; all run in one wave."""
+        row_blocks = -(-num_reqs // self.block_rows)
+        resident = max(1, device.num_sms * self.blocks_per_sm // row_blocks)
+        tiles = -(-vocab // self.block_v)
+        # Equal parts: the fewest tiles per program that one wave allows, then no idle programs.
+        per_part = -(-tiles // resident)
+        return -(-tiles // per_part)
+
+
+# Bytes of W2 a pipeline stage should hold: 16-32 KB keeps the copy queue of an SM full, and three
+# stages of it leave room for a second block in 227 KB.
+_W2_STAGE_BYTES: Final = {80: 16_384, 90: 32_768, 100: 32_768, 103: 32_768, 120: 8_192}
+
+
+def draft_launch(arch: int, num_reqs: int, rank: int, element_size: int) -> DraftLaunch:
+    """Launch of the fused drafting head.
+
+    Rows: 16 is the narrowest mma tile, and padding is cheap since the kernel is bound by W2's bytes;
+    from 33 requests on, 64 rows engage wgmma (sm_90) or tcgen05 (sm_100, never run). Columns: what
+    one stage of W2 allows, 32..128. sm_120 (never run) has 99 KB: one block, small stages.
+    """
+    rows = 16 if num_reqs <= 16 else 32 if num_reqs <= 32 else 64
+    width = 1 << (max(rank, 16) - 1).bit_length()
+    block_v = min(max(_W2_STAGE_BYTES[arch] // (width * element_size), 32), 128)
+    if rows == 64:
+        block_v = min(block_v, 64)
+    stages = 3
+    if arch == 120 or width * element_size > 1024:
+        stages = 2
+    return DraftLaunch(rows, block_v, 4, stages, 1 if arch in (80, 120) else 2)
