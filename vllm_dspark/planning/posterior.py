@@ -28,6 +28,7 @@ IntArray = npt.NDArray[np.integer]
 
 _START_RATE = 0.8  # of a draft nobody has seen verified yet
 _START_TRIALS = 8.0
+_ENOUGH_OBSERVED = 256  # drafts after which the shared priors speak for newcomers
 _FORGET_SHARED = 1.0 / 4096.0  # per observed draft, shared priors
 _KEEP_REQUEST = 0.95  # forgetting per verified step, one request: ~20 steps
 _SHRINKAGE = 6.0  # kappa: trials a request needs before its residual counts half
@@ -48,6 +49,12 @@ class AcceptancePosterior:
         self._slot_trials = np.zeros(num_slots, dtype=np.float32)  # N
         self.num_observed = 0  # drafts that ever taught the shared priors
 
+    def grow(self, num_slots: int) -> None:
+        """Make room for more slots."""
+        extra = np.zeros(num_slots - len(self._slot_trials), dtype=np.float32)
+        self._slot_residual = np.concatenate((self._slot_residual, extra))
+        self._slot_trials = np.concatenate((self._slot_trials, extra))
+
     def reset(self, slot: int) -> None:
         """Forget a slot's request."""
         self._slot_residual[slot] = 0.0
@@ -55,10 +62,13 @@ class AcceptancePosterior:
 
     def prior(self, sampled: bool) -> FloatArray:
         """Shared conditional acceptance per position, [K], of one request class."""
-        return self._prior[int(sampled)]
+        prior: FloatArray = self._prior[int(sampled)]
+        return prior
 
     def known(self, slots: IntArray) -> BoolArray:
-        """Requests with outcomes of their own, [n]."""
+        """Requests that outcomes say something about: their own, or enough of others, [n]."""
+        if self.num_observed >= _ENOUGH_OBSERVED:
+            return np.ones(len(slots), dtype=np.bool_)
         return self._slot_trials[slots] > 0.0
 
     def estimate(
@@ -129,7 +139,8 @@ class AcceptancePosterior:
         """[K, 1] if all requests are of one class, else [K, n]."""
         num_sampled = int(np.count_nonzero(sampled))
         if num_sampled in (0, sampled.size):
-            return self._prior[int(num_sampled > 0)][:, None]
+            column: FloatArray = self._prior[int(num_sampled > 0)][:, None]
+            return column
         return np.where(sampled, self._prior[1][:, None], self._prior[0][:, None])
 
     def _rates(self) -> FloatArray:

@@ -52,6 +52,15 @@ class RowCounts:
     invalid: int = 0  # entries of usable rows that are no probabilities
 
 
+@dataclass(frozen=True, slots=True)
+class RowUse:
+    """Which rows may inform a step, [n] each."""
+
+    usable: BoolArray
+    current: BoolArray  # usable and about the very drafts to be verified (greedy only)
+    counts: RowCounts
+
+
 def usable_rows(
     owner: npt.NDArray[np.uint64],
     row_owner: npt.NDArray[np.uint64],
@@ -59,15 +68,17 @@ def usable_rows(
     draft_stamp: IntArray,
     sampled: BoolArray,
     max_age: int,
-) -> tuple[BoolArray, RowCounts]:
-    """Rows that may inform this step; `draft_stamp` is 0 where there is nothing to verify."""
+) -> RowUse:
+    """Apply the rules above; `draft_stamp` is 0 where there is nothing to verify."""
     age = (draft_stamp.astype(np.int64) - row_stamp) % _STAMP_PERIOD
     known = (row_owner == owner) & (row_stamp > 0) & (draft_stamp > 0) & (age <= max_age)
-    current = known & (age == 0) & sampled
-    usable = known & ~current
-    num_current = int(np.count_nonzero(current))
-    num_stale = owner.size - num_current - int(np.count_nonzero(usable))
-    return usable, RowCounts(stale=num_stale, current=num_current)
+    same_pass = known & (age == 0)
+    refused = same_pass & sampled
+    usable = known & ~refused
+    num_refused = int(np.count_nonzero(refused))
+    num_stale = owner.size - num_refused - int(np.count_nonzero(usable))
+    counts = RowCounts(stale=num_stale, current=num_refused)
+    return RowUse(usable, same_pass & ~sampled, counts)
 
 
 def acceptance(
