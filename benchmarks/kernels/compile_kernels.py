@@ -183,6 +183,42 @@ def attention_case(
     layer.forward(q, q, k_cache, v_cache, table, sinks, scale, scale)
 
 
+def draft_case(
+    num_reqs: int, kind: str | None, rank: int, vocab: int, cached: bool, d2t: bool = False
+) -> None:
+    """The launches of one drafted block (columns 0..2: first, odd, even)."""
+    from vllm_dspark.kernels.markov import TritonDraftOps
+    from vllm_dspark.kernels.protocols import (
+        ConfidenceHead,
+        DraftBatch,
+        DraftHead,
+        DraftOutput,
+        MarkovHead,
+        SamplingState,
+    )
+
+    hidden, columns = 1024, 3
+    cells = {"gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}
+    markov = None
+    if kind is not None:
+        proj = torch.empty(cells[kind], dtype=BF16) if kind in cells else None
+        w1, w2 = torch.empty(64, rank, dtype=BF16), torch.empty(64, rank, dtype=BF16)
+        markov = MarkovHead(kind, w1, w2, proj, None)  # type: ignore[arg-type]
+    confidence = ConfidenceHead(torch.empty(hidden + rank), torch.zeros(1), True)
+    index = torch.zeros(num_reqs, dtype=torch.int64)
+    head = DraftHead(markov, confidence, index if d2t else None)
+    base = torch.empty(num_reqs, columns, vocab, dtype=BF16)
+    positions = torch.zeros(num_reqs, columns, dtype=torch.int64)
+    batch = DraftBatch(
+        base, torch.zeros(num_reqs, columns, hidden, dtype=BF16), index, index, positions
+    )
+    out = DraftOutput(
+        positions, torch.zeros(num_reqs, columns), base.clone() if cached else None
+    )
+    ops = TritonDraftOps(head, num_reqs, columns, vocab, torch.device("cpu"))
+    ops.sample_block(head, batch, SamplingState(torch.zeros(1), index), out)
+
+
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CASES: dict[str, Callable[[], None]] = {
     "ragged smollm2 K=7 (24 rows, d64)": lambda: attention_case(9, 3, 64, 8, BF16),
@@ -195,6 +231,12 @@ CASES: dict[str, Callable[[], None]] = {
         16, 4, 256, 8, BF16, sliding_window=1024, soft_cap=50.0, has_sinks=True
     ),
     "ragged d256 prefill (128 rows)": lambda: attention_case(16, 4, 256, 2048, BF16),
+    "draft vanilla r256 R=1 greedy": lambda: draft_case(1, "vanilla", 256, 151936, False),
+    "draft vanilla r256 R=16": lambda: draft_case(16, "vanilla", 256, 151936, True),
+    "draft vanilla r256 R=64": lambda: draft_case(64, "vanilla", 256, 151936, True),
+    "draft gated r64 R=32 d2t": lambda: draft_case(32, "gated", 64, 32000, True, True),
+    "draft rnn r512 R=64": lambda: draft_case(64, "rnn", 512, 32000, True),
+    "draft without head R=64": lambda: draft_case(64, None, 0, 32000, True),
 }
 
 

@@ -163,9 +163,9 @@ def draft_launch(arch: int, num_reqs: int, rank: int, element_size: int) -> Draf
     rows = 16 if num_reqs <= 16 else 32 if num_reqs <= 32 else 64
     width = 1 << (max(rank, 16) - 1).bit_length()
     block_v = min(max(_W2_STAGE_BYTES[arch] // (width * element_size), 32), 128)
-    if rows == 64:
-        block_v = min(block_v, 64)
-    stages = 3
+    # 16 noisy scores per thread of 4 warps; 32 need over 240 registers unless wgmma holds the sums.
+    block_v = min(block_v, 64 if rows > 16 else 128)
+    stages = 3 if block_v * width * element_size > 8192 else 4
     if arch == 120 or width * element_size > 1024:
         stages = 2
     return DraftLaunch(rows, block_v, 4, stages, 1 if arch in (80, 120) else 2)

@@ -121,8 +121,8 @@ class TritonDraftOps:
             assert markov.proj_weight is not None, "checked when the buffers were made"
             width = batch.hidden.shape[-1]
             proj = markov.proj_weight[:, width:] if markov.kind == "gated" else markov.proj_weight
-        block_k = max(triton.next_power_of_2(rank), 16)
-        block_o = min(block_k, 512 if markov is None or markov.kind == "vanilla" else 32)
+        width = max(triton.next_power_of_2(rank), 16)
+        block_o = min(width, 512 if markov is None or markov.kind == "vanilla" else 32)
         grid = (triton.cdiv(num_reqs, _LATENT_ROWS), max(triton.cdiv(rank, block_o), 1))
         latent_kernel[grid](
             self._latent,
@@ -137,13 +137,14 @@ class TritonDraftOps:
             proj,
             self._projected,
             num_reqs,
+            column,
             proj.stride(0),
             out.tokens.stride(0),
-            COLUMN=column,
+            FIRST=column == 0,
             NUM_COLUMNS=self.num_columns,
             KIND=0 if markov is None else _KINDS[markov.kind],
             RANK=rank,
-            BLOCK_K=block_k,
+            BLOCK_K=min(width, 64),
             BLOCK_R=_LATENT_ROWS,
             BLOCK_O=block_o,
             NUM_PARTS=num_parts,
@@ -182,6 +183,7 @@ class TritonDraftOps:
             state.seeds,
             num_reqs,
             vocab,
+            column,
             0 if cache is None else cache.stride(0),
             0 if cache is None else cache.stride(1),
             batch.base_logits.stride(0),
@@ -189,7 +191,8 @@ class TritonDraftOps:
             latent.stride(0),
             batch.position.stride(0),
             out.tokens.stride(0),
-            COLUMN=column,
+            FIRST=column == 0,
+            BACKWARDS=column % 2 == 1,
             RANK=rank,
             BLOCK_K=max(triton.next_power_of_2(rank), 16),
             BLOCK_R=launch.block_rows,

@@ -32,9 +32,9 @@ def _to_target(d2t_ptr, draft, live, HAS_D2T: tl.constexpr):
     return target
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["column"])
 def sample_column_kernel(
-    # [2, R, NUM_PARTS] float32, half k % 2 written, the other read if GATHER
+    # [2, R, NUM_PARTS] float32, half column % 2 written, the other read if GATHER
     value_ptr,
     # [2, R, NUM_PARTS] int32
     index_ptr,
@@ -62,6 +62,7 @@ def sample_column_kernel(
     seeds_ptr,
     num_reqs,
     vocab,
+    column,
     stride_cm,
     stride_ck,
     stride_br,
@@ -69,7 +70,8 @@ def sample_column_kernel(
     stride_latent,
     stride_pos,
     stride_tok,
-    COLUMN: tl.constexpr,
+    FIRST: tl.constexpr,
+    BACKWARDS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -92,16 +94,16 @@ def sample_column_kernel(
     if RANK > 0:
         latent_row = row64
         if GATHER:
-            if COLUMN == 0:
+            if FIRST:
                 latent_row = tl.load(anchor_ptr + rows, mask=live, other=0)
             else:
-                other = ((COLUMN + 1) % 2) * half
+                other = ((column + 1) % 2) * half
                 draft = _reduce_draft(
                     value_ptr + other, index_ptr + other, rows, live, NUM_PARTS, BLOCK_P
                 )
                 latent_row = _to_target(d2t_ptr, draft, live, HAS_D2T)
                 if part == 0:
-                    out = tokens_ptr + row64 * stride_tok + (COLUMN - 1)
+                    out = tokens_ptr + row64 * stride_tok + (column - 1)
                     tl.store(out, latent_row, mask=live)
         latent = tl.load(
             latent_ptr + latent_row[:, None] * stride_latent + ranks[None, :],
@@ -115,10 +117,10 @@ def sample_column_kernel(
         hot = temperature > 0.0
         temperature = tl.where(hot, temperature, 1.0)
         seed = tl.load(seeds_ptr + slot, mask=live, other=0)
-        position = tl.load(position_ptr + row64 * stride_pos + COLUMN, mask=live, other=0)
-        lo, hi = key_words(seed, position, tl.zeros_like(rows) + COLUMN, 0)
-        cache_row = cache_ptr + slot * stride_cm + COLUMN * stride_ck
-    base_row = base_ptr + row64 * stride_br + COLUMN * stride_bk
+        position = tl.load(position_ptr + row64 * stride_pos + column, mask=live, other=0)
+        lo, hi = key_words(seed, position, tl.zeros_like(rows) + column, 0)
+        cache_row = cache_ptr + slot * stride_cm + column * stride_ck
+    base_row = base_ptr + row64 * stride_br + column * stride_bk
 
     best = tl.full([BLOCK_R], float("-inf"), tl.float32)
     best_index = tl.full([BLOCK_R], 2147483647, tl.int32)
@@ -128,7 +130,7 @@ def sample_column_kernel(
     last = tl.minimum(first + per_part, num_tiles)
     for step in range(first, last):
         tile = step
-        if COLUMN % 2 == 1:
+        if BACKWARDS:
             tile = first + last - 1 - step
         cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         in_vocab = cols < vocab
@@ -172,16 +174,16 @@ def sample_column_kernel(
         better = (tile_best > best) | ((tile_best == best) & (tile_index < best_index))
         best = tl.where(better, tile_best, best)
         best_index = tl.where(better, tile_index, best_index)
-    offset = (COLUMN % 2) * half + rows * NUM_PARTS + part
+    offset = (column % 2) * half + rows * NUM_PARTS + part
     tl.store(value_ptr + offset, best, mask=rows < num_reqs)
     tl.store(index_ptr + offset, best_index, mask=rows < num_reqs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["column"])
 def latent_kernel(
     # [R, rank] in W2's dtype, written
     latent_ptr,
-    # [2, R, rank] float32, half COLUMN % 2 written if rnn
+    # [2, R, rank] float32, half column % 2 written if rnn
     state_ptr,
     # [R, K] int64
     tokens_ptr,
@@ -201,9 +203,10 @@ def latent_kernel(
     # [R, K, rank or 3 rank] hidden part of the projection, bias included
     projected_ptr,
     num_reqs,
+    column,
     stride_proj,
     stride_tok,
-    COLUMN: tl.constexpr,
+    FIRST: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     KIND: tl.constexpr,
     RANK: tl.constexpr,
@@ -218,72 +221,70 @@ def latent_kernel(
     outs = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     live = tl.load(req_index_ptr + rows, mask=rows < num_reqs, other=-1) >= 0
     row64 = rows.to(tl.int64)
-    if COLUMN == 0:
+    if FIRST:
         token = tl.load(anchor_ptr + rows, mask=live, other=0)
     else:
-        other = ((COLUMN + 1) % 2) * num_reqs * NUM_PARTS
+        other = ((column + 1) % 2) * num_reqs * NUM_PARTS
         draft = _reduce_draft(value_ptr + other, index_ptr + other, rows, live, NUM_PARTS, BLOCK_P)
         token = _to_target(d2t_ptr, draft, live, HAS_D2T)
         if tl.program_id(1) == 0:
-            tl.store(tokens_ptr + row64 * stride_tok + (COLUMN - 1), token, mask=live)
+            tl.store(tokens_ptr + row64 * stride_tok + (column - 1), token, mask=live)
     in_out = outs < RANK
     out_mask = live[:, None] & in_out[None, :]
     embed_out = tl.load(w1_ptr + token[:, None] * RANK + outs[None, :], mask=out_mask, other=0.0)
     if KIND == 0:
         latent = embed_out.to(tl.float32)
     else:
-        ranks = tl.arange(0, BLOCK_K)
-        in_rank = ranks < RANK
-        row_mask = live[:, None] & in_rank[None, :]
-        weight_mask = in_rank[:, None] & in_out[None, :]
-        embed = tl.load(w1_ptr + token[:, None] * RANK + ranks[None, :], mask=row_mask, other=0.0)
-        embed = embed.to(proj_ptr.dtype.element_ty)
-        weight_at = outs[None, :] * stride_proj + ranks[:, None]
-        if KIND == 1:
-            weight = tl.load(proj_ptr + weight_at, mask=weight_mask, other=0.0)
-            gate = tl.dot(embed, weight, input_precision="ieee")
-            at = (row64 * NUM_COLUMNS + COLUMN)[:, None] * RANK + outs[None, :]
-            gate += tl.load(projected_ptr + at, mask=out_mask, other=0.0).to(tl.float32)
-            latent = embed_out.to(tl.float32) / (1.0 + tl.exp(-gate))
-        else:
-            read = ((COLUMN + 1) % 2) * num_reqs * RANK
-            state_row = state_ptr + read + row64[:, None] * RANK
-            # The state enters the product as high and low halves: nothing is lost to the weights'
-            # dtype, and the low half is zero where that is float32.
-            dtype = proj_ptr.dtype.element_ty
-            if COLUMN > 0:
-                state = tl.load(state_row + ranks[None, :], mask=row_mask, other=0.0)
-                state_out = tl.load(state_row + outs[None, :], mask=out_mask, other=0.0)
+        hidden_at = (row64 * NUM_COLUMNS + column)[:, None] * (RANK * (KIND * 2 - 1)) + outs[None, :]
+        gate = tl.load(projected_ptr + hidden_at, mask=out_mask, other=0.0).to(tl.float32)
+        if KIND == 2:
+            at = projected_ptr + hidden_at + RANK
+            candidate = tl.load(at, mask=out_mask, other=0.0).to(tl.float32)
+            latent = tl.load(at + RANK, mask=out_mask, other=0.0).to(tl.float32)
+        state_row = state_ptr + ((column + 1) % 2) * num_reqs * RANK + row64[:, None] * RANK
+        for base in range(0, RANK, BLOCK_K):
+            ranks = base + tl.arange(0, BLOCK_K)
+            in_rank = ranks < RANK
+            row_mask = live[:, None] & in_rank[None, :]
+            mask = in_rank[:, None] & in_out[None, :]
+            embed = tl.load(w1_ptr + token[:, None] * RANK + ranks[None, :], mask=row_mask, other=0.0)
+            embed = embed.to(proj_ptr.dtype.element_ty)
+            weight_at = proj_ptr + outs[None, :] * stride_proj + ranks[:, None]
+            if KIND == 1:
+                weight = tl.load(weight_at, mask=mask, other=0.0)
+                gate = tl.dot(embed, weight, gate, input_precision="ieee")
             else:
-                state = tl.zeros([BLOCK_R, BLOCK_K], tl.float32)
-                state_out = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
-            high = state.to(dtype)
-            low = (state - high.to(tl.float32)).to(dtype)
-            gate = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
-            candidate = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
-            latent = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
-            for section in tl.static_range(3):
-                at = proj_ptr + section * RANK * stride_proj + weight_at
-                weight = tl.load(at + RANK, mask=weight_mask, other=0.0)
-                total = tl.dot(embed, weight, input_precision="ieee")
-                if COLUMN > 0:
-                    weight = tl.load(at, mask=weight_mask, other=0.0)
-                    total = tl.dot(high, weight, total, input_precision="ieee")
-                    total = tl.dot(low, weight, total, input_precision="ieee")
-                at = (row64 * NUM_COLUMNS + COLUMN)[:, None] * (3 * RANK) + section * RANK
-                hidden_part = tl.load(
-                    projected_ptr + at + outs[None, :], mask=out_mask, other=0.0
-                )
-                total += hidden_part.to(tl.float32)
-                if section == 0:
-                    gate = 1.0 / (1.0 + tl.exp(-total))
-                elif section == 1:
-                    candidate = _tanh(total)
-                else:
-                    latent = _tanh(total)
-            new_state = gate * state_out + (1.0 - gate) * candidate
-            write = state_ptr + (COLUMN % 2) * num_reqs * RANK + row64[:, None] * RANK
+                section = RANK * stride_proj
+                weight = tl.load(weight_at + RANK, mask=mask, other=0.0)
+                gate = tl.dot(embed, weight, gate, input_precision="ieee")
+                weight = tl.load(weight_at + section + RANK, mask=mask, other=0.0)
+                candidate = tl.dot(embed, weight, candidate, input_precision="ieee")
+                weight = tl.load(weight_at + 2 * section + RANK, mask=mask, other=0.0)
+                latent = tl.dot(embed, weight, latent, input_precision="ieee")
+                if not FIRST:
+                    # High and low halves: the state loses nothing to the weights' dtype.
+                    state = tl.load(state_row + ranks[None, :], mask=row_mask, other=0.0)
+                    high = state.to(embed.dtype)
+                    low = (state - high.to(tl.float32)).to(embed.dtype)
+                    weight = tl.load(weight_at, mask=mask, other=0.0)
+                    gate = tl.dot(high, weight, gate, input_precision="ieee")
+                    gate = tl.dot(low, weight, gate, input_precision="ieee")
+                    weight = tl.load(weight_at + section, mask=mask, other=0.0)
+                    candidate = tl.dot(high, weight, candidate, input_precision="ieee")
+                    candidate = tl.dot(low, weight, candidate, input_precision="ieee")
+                    weight = tl.load(weight_at + 2 * section, mask=mask, other=0.0)
+                    latent = tl.dot(high, weight, latent, input_precision="ieee")
+                    latent = tl.dot(low, weight, latent, input_precision="ieee")
+        gate = 1.0 / (1.0 + tl.exp(-gate))
+        if KIND == 1:
+            latent = embed_out.to(tl.float32) * gate
+        else:
+            new_state = (1.0 - gate) * _tanh(candidate)
+            if not FIRST:
+                new_state += gate * tl.load(state_row + outs[None, :], mask=out_mask, other=0.0)
+            write = state_ptr + (column % 2) * num_reqs * RANK + row64[:, None] * RANK
             tl.store(write + outs[None, :], new_state, mask=out_mask)
+            latent = _tanh(latent)
     at = row64[:, None] * RANK + outs[None, :]
     tl.store(latent_ptr + at, latent.to(latent_ptr.dtype.element_ty), mask=out_mask)
 
