@@ -169,3 +169,12 @@ def draft_launch(arch: int, num_reqs: int, rank: int, element_size: int) -> Draf
     if arch == 120 or width * element_size > 1024:
         stages = 2
     return DraftLaunch(rows, block_v, 4, stages, 1 if arch in (80, 120) else 2)
+
+
+def rejection_parts(device: Device, num_reqs: int, num_columns: int, vocab: int) -> int:
+    """Programs that share one row: enough for two waves of four per SM, slices of 4096 or more."""
+    wanted = -(-device.num_sms * 8 // max(num_reqs * num_columns, 1))
+    parts = 1
+    while parts < wanted and parts < 32 and vocab // (parts * 2) >= 4096:
+        parts *= 2
+    return parts
