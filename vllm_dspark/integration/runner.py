@@ -50,7 +50,13 @@ class DSparkRunnerMixin:
                 self.rejection_sampler,
                 self.speculative_config,
                 self.device,
-                reject_ops(self.dspark_options, self.device),
+                reject_ops(
+                    self.dspark_options,
+                    max_requests=self.max_num_reqs,
+                    width=self.num_speculative_steps,
+                    vocab=self.vocab_size,
+                    device=self.device,
+                ),
             )
 
     def provide_cost_table(self) -> None:
