@@ -9,7 +9,6 @@ in place of num_speculative_steps, block verification draws from a seed per step
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -259,8 +258,8 @@ class _Verdict:
 
     accepted: int
     tokens: Array  # what goes to the sampled row, from column 0
-    target_lse: Any = np.float32(0.0)
-    draft_lse: Any = np.float32(0.0)
+    target_lse: float = 0.0
+    draft_lse: float = 0.0
 
 
 def _judge_greedy(
@@ -302,7 +301,10 @@ def _judge_tokens(
     accepted = leading(agreed)
     last = np.array([start + min(accepted, judged - 1)])
     return _Verdict(
-        accepted, tokens[: accepted + 1], stats.target_lse(last)[0], stats.draft_lse(last)[0]
+        accepted,
+        tokens[: accepted + 1],
+        float(stats.target_lse(last)[0]),
+        float(stats.draft_lse(last)[0]),
     )
 
 
@@ -317,7 +319,12 @@ def _residual_mass(
 
 
 def _judge_block(
-    drafts: Array, stats: Statistics, start: int, uniforms: Array, log_p: Array, partials: Array | None
+    drafts: Array,
+    stats: Statistics,
+    start: int,
+    uniforms: Array,
+    log_p: Array,
+    partials: Array | None,
 ) -> _Verdict:
     """Accept the longest prefix whose test passes (Sun et al. 2024, arXiv:2403.10444)."""
     judged = leading(drafts >= 0)
@@ -334,7 +341,8 @@ def _judge_block(
     verdict = _Verdict(accepted, drafts[:judged])
     if accepted < drafts.shape[0]:
         row = np.array([start + accepted])
-        verdict.target_lse, verdict.draft_lse = stats.target_lse(row)[0], stats.draft_lse(row)[0]
+        verdict.target_lse = float(stats.target_lse(row)[0])
+        verdict.draft_lse = float(stats.draft_lse(row)[0])
     return verdict
 
 
@@ -391,7 +399,8 @@ def reject(
     )
     argmaxes, draft_sampled = array(target_local_argmax_ptr), array(draft_sampled_ptr)
     sampled, lengths = array(sampled_ptr), array(rejected_steps_ptr)
-    target_lse, draft_lse = array(target_rejected_logsumexp_ptr), array(draft_rejected_logsumexp_ptr)
+    target_lse = array(target_rejected_logsumexp_ptr)
+    draft_lse = array(draft_rejected_logsumexp_ptr)
     temperatures, seeds, positions = array(temp_ptr), array(seed_ptr), array(pos_ptr)
     rates = None
     if SYNTHETIC_MODE:
@@ -406,7 +415,9 @@ def reject(
         count, temperature, seed = drafts.shape[0], temperatures[state], int(seeds[state])
         mixed = STEP_SEEDS and USE_BLOCK_VERIFICATION
         stream = [step_seed(seed, step) if mixed else seed for step in range(count)]
-        uniforms = philox_uniforms(np.array(stream, dtype=np.int64), positions[start : start + count])
+        uniforms = philox_uniforms(
+            np.array(stream, dtype=np.int64), positions[start : start + count]
+        )
         limits = None if rates is None else rates[:count]
         if temperature == 0.0:
             window = slice(start, start + count)

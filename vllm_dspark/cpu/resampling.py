@@ -56,7 +56,8 @@ def resample(
     if WATERMARK:
         raise NotImplementedError("watermarking has no native CPU implementation")
     tokens, maxima = array(resampled_local_argmax_ptr), array(resampled_local_max_ptr)
-    target_lse, draft_lse = array(target_rejected_logsumexp_ptr), array(draft_rejected_logsumexp_ptr)
+    target_lse = array(target_rejected_logsumexp_ptr)
+    draft_lse = array(draft_rejected_logsumexp_ptr)
     states, draft_sampled = array(expanded_idx_mapping_ptr), array(draft_sampled_ptr)
     temperatures, seeds, positions = array(temp_ptr), array(seed_ptr), array(pos_ptr)
     steps, bounds = rejected_step_ptr.tolist(), cu_num_logits_ptr.tolist()
