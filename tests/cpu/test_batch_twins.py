@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tests.cpu.twin_check import compare, cumulative, ints
 
 MAX_REQS = 6
@@ -67,7 +68,7 @@ def test_staged_writes_to_several_tables_by_address() -> None:
             MULTI_GROUP=True,
         )
         results.append(tables)
-    for theirs, ours in zip(*results):
+    for theirs, ours in zip(*results, strict=True):
         assert torch.equal(theirs, ours)
 
 

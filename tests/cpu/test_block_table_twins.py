@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tests.cpu.twin_check import cumulative, interpreted, ints, native
 
 GATHER = "vllm.v1.worker.gpu.block_table._gather_block_tables_kernel"
@@ -41,7 +42,7 @@ def test_rows_are_gathered_and_the_rest_zeroed(states: list[int]) -> None:
             BLOCK_SIZE=4,
         )
         results.append(target)
-    for theirs, ours in zip(*results):
+    for theirs, ours in zip(*results, strict=True):
         assert torch.equal(theirs, ours)
 
 

@@ -22,7 +22,7 @@ def test_block_draft_inputs(
     generator = torch.Generator().manual_seed(sum(lengths))
     num_reqs, total, queries = len(lengths), sum(lengths), STEPS if anchor else STEPS + 1
     starts = [3, 0, 41][:num_reqs]
-    positions = torch.cat([torch.arange(n) + s for n, s in zip(lengths, starts)])
+    positions = torch.cat([torch.arange(n) + s for n, s in zip(lengths, starts, strict=True)])
     table = torch.randint(0, 9, (MAX_REQS, 6), generator=generator, dtype=torch.int32)
     compare(
         NAME,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.cpu.twin_check import compare, cumulative, interpreted, ints, native
-from vllm_dspark.cpu.rejection import UTILS
+from vllm_dspark.cpu.window_stats import UTILS
 
 VOCAB = 300
 STEPS = 4
@@ -90,7 +90,7 @@ def case(
 
 
 def sampled_tokens(sampled: torch.Tensor, num_sampled: torch.Tensor) -> list[list[int]]:
-    return [row[:n].tolist() for row, n in zip(sampled, num_sampled.tolist())]
+    return [row[:n].tolist() for row, n in zip(sampled, num_sampled.tolist(), strict=True)]
 
 
 def assert_same_tokens(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]) -> list[int]:

@@ -1,5 +1,7 @@
-"""Twins of ``_resample_kernel`` and ``_insert_resampled_kernel`` in vLLM's
-``gpu/spec_decode/rejection_sampler_utils.py``: the token after the accepted prefix.
+"""Twins of the kernels that draw the token after the accepted prefix.
+
+``_resample_kernel`` and ``_insert_resampled_kernel`` of vLLM's
+``gpu/spec_decode/rejection_sampler_utils.py``.
 
 It is drawn from the target where every draft was accepted (bonus), and from the residual
 max(target - draft, 0) where one was refused, with the Gumbel noise of its position.
@@ -12,8 +14,8 @@ import torch
 
 from vllm_dspark.cpu.arrays import Array, array, float_rows
 from vllm_dspark.cpu.gumbel import block_argmax, noised
-from vllm_dspark.cpu.rejection import UTILS
 from vllm_dspark.cpu.twins import twin_of
+from vllm_dspark.cpu.window_stats import UTILS
 
 
 def residual_logits(target_logprobs: Array, draft_logprobs: Array) -> Array:
