@@ -1,0 +1,1 @@
+"""Device kernels and their torch twins; Triton is imported only by the modules that need it."""

@@ -1,0 +1,14 @@
+"""Verification scheduling in pure numpy: no torch, no vLLM, deterministic.
+
+    survival     which confidence rows may be used, and what they say
+    posterior    running acceptance per position and per request
+    calibration  sequential temperature scaling; online: bounded correction
+    cost         measured step times; online_cost: their correction while serving
+    budget       how many drafts to verify in all (argmax of goodput)
+    allocation   which drafts those are, and the ragged layout that follows
+    table        per-request state, one slot per request
+    planner      the state machine that turns all of it into a VerifyPlan
+
+Arrays are position-major, [K, n]: row k holds draft position k of every request.
+Their C order is then the tie order of allocation, (position, request).
+"""
