@@ -117,5 +117,5 @@ def _launcher(
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
     launch.__signature__ = signature  # type: ignore[attr-defined]
-    launch.__name__ = f"native_{names and kernel.__name__}"
+    launch.__name__ = f"native{kernel.__name__}"
     return launch
