@@ -22,7 +22,9 @@ RAGGED, NATIVE, SINGLE = StepShape.RAGGED, StepShape.NATIVE, StepShape.SINGLE
 
 def simple(ragged, **changes):
     """An eager table with one ragged grid."""
-    return CostTable({(EAGER, RAGGED): ragged}, changes.pop("draft", grid((1, 8), (1, 2))), **changes)
+    return CostTable(
+        {(EAGER, RAGGED): ragged}, changes.pop("draft", grid((1, 8), (1, 2))), **changes
+    )
 
 
 GOOD = grid((1, 2, 4, 8), (1.0, 1.2, 1.5, 2.0))

@@ -1,5 +1,7 @@
 """Choosing a kind of step without flapping."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from vllm_dspark.planning.hysteresis import KindSelector
@@ -70,9 +72,9 @@ def test_noise_does_not_make_it_flap():
     selector, kinds = KindSelector(0.04, 4), []
     for _ in range(2000):
         kinds.append(selector.select(1.0, 1.05 + 0.03 * rng.normal(), 0.0)[0])
-    changes = sum(a is not b for a, b in zip(kinds, kinds[1:], strict=False))
+    changes = sum(a is not b for a, b in pairwise(kinds))
     eager, eager_kinds = KindSelector(0.0, 0), []
     rng = np.random.default_rng(1)
     for _ in range(2000):
         eager_kinds.append(eager.select(1.05, 1.05 + 0.03 * rng.normal(), 0.0)[0])
-    assert changes < 0.25 * sum(a is not b for a, b in zip(eager_kinds, eager_kinds[1:], strict=False))
+    assert changes < 0.25 * sum(a is not b for a, b in pairwise(eager_kinds))
