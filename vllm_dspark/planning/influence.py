@@ -28,7 +28,7 @@ class InfluenceCap:
     def __init__(self) -> None:
         self._rows = np.zeros(_NUM_BUCKETS)
         self._weights = np.ones(_NUM_BUCKETS, dtype=np.float32)
-        self._until_refresh = _REFRESH
+        self._until_refresh = 1  # the very first rows are capped already
 
     def weights(
         self, tenant: npt.NDArray[np.integer], verified: npt.NDArray[np.bool_]

@@ -25,9 +25,9 @@ FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.integer]
 
 BOUND = 1.0  # largest |offset|: 0.5 can become 0.27 or 0.73, no more
-_STEP = 0.05
+_STEP = 0.1
 _ENOUGH = 256.0  # weighted trials per update of one position
-_RIDGE = 32.0  # rho: keeps a saturated head from taking full steps on noise
+_RIDGE = 64.0  # rho: keeps a saturated head from taking full steps on noise
 
 
 class OnlineCalibration:
