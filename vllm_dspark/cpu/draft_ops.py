@@ -1,4 +1,4 @@
-"""Sequential block sampling on a CPU (`DraftOps`), numba for everything that touches the vocabulary.
+"""Sequential block sampling on a CPU (`DraftOps`); numba does what touches the vocabulary.
 
 Per column one torch.mm for the Markov bias (W2 kept transposed in float32: 0.3 ms for 49152 x 32 on
 one core, and more rows are nearly free; bfloat16 measured slower) and one call of `_draft_column`:
@@ -167,9 +167,7 @@ class CpuDraftOps:
             if head.markov is not None:
                 embeds[:, k] = head.markov.w1[prev]
                 if hidden is not None:
-                    latent, recurrent = markov_latent(
-                        head.markov, latent, hidden[:, k], recurrent
-                    )
+                    latent, recurrent = markov_latent(head.markov, latent, hidden[:, k], recurrent)
             if weights.w2t is None:
                 scratch.zero_()
             else:

@@ -216,9 +216,7 @@ def _standard_window(  # type: ignore[no-untyped-def]
         if accept:
             sampled[i] = x
             continue
-        mass = _residual(
-            target[i], p_top, p_total, 1.0, q_row, heat, q_top, q_total, x, weights
-        )
+        mass = _residual(target[i], p_top, p_total, 1.0, q_row, heat, q_top, q_total, x, weights)
         if mass > 0.0:
             sampled[i] = _draw_weights(weights, seed, pos[i], i, block_keys)
         else:
@@ -243,6 +241,14 @@ def _judgeable_length(target, cached, drafts, heat, terms, q_norms):  # type: ig
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def _clipped_ratio(p, q):  # type: ignore[no-untyped-def]
+    """min(1, p / q), with 0 / 0 = 0."""
+    if p >= q:
+        return 1.0 if p > 0.0 else 0.0
+    return p / q
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def _block_window(  # type: ignore[no-untyped-def]
     target, cached, drafts, heat, seed, pos, weights, terms, block_keys, sampled
 ):
@@ -263,10 +269,7 @@ def _block_window(  # type: ignore[no-untyped-def]
             if x < cached.shape[1]:
                 q_top, q_total = np.float32(q_norms[i - 1, 0]), q_norms[i - 1, 1]
                 q_x = _probability(widen(cached[i - 1, x]), heat, q_top, q_total)
-        if joint >= q_x:
-            ratio = 1.0 if joint > 0.0 else 0.0
-        else:
-            ratio = joint / q_x
+        ratio = _clipped_ratio(joint, q_x)
         h = ratio
         if i < length:
             p_top, p_total = _normaliser(target[i], one, terms)
@@ -292,9 +295,7 @@ def _block_window(  # type: ignore[no-untyped-def]
     if mass > 0.0:
         drawn = _draw_weights(weights, seed, pos[accepted], accepted, block_keys)
     else:
-        drawn = _draw_logits(
-            target[accepted], weights, seed, pos[accepted], accepted, block_keys
-        )
+        drawn = _draw_logits(target[accepted], weights, seed, pos[accepted], accepted, block_keys)
     sampled[accepted] = drawn
     sampled[accepted + 1 :] = -1
     return accepted + 1

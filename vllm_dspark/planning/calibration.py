@@ -39,7 +39,8 @@ MAX_TEMPERATURE = 20.0
 
 def logit(probability: npt.NDArray[np.floating]) -> FloatArray:
     """log(p / (1 - p)) in float32 with the ends cut off."""
-    p = np.clip(probability, _EDGE, np.float32(1.0) - _EDGE, dtype=np.float32)
+    p = np.maximum(probability, _EDGE, dtype=np.float32)
+    np.minimum(p, np.float32(1.0) - _EDGE, out=p)
     odds: FloatArray = p / (np.float32(1.0) - p)
     return np.log(odds, out=odds)
 
@@ -52,8 +53,8 @@ class Calibration:
     sampled: Vector
     greedy_offset: Vector = ()
     sampled_offset: Vector = ()
-    _slope: FloatArray = field(init=False, repr=False, compare=False)  # [2, K, 1] of 1 / T
-    _offset: FloatArray = field(init=False, repr=False, compare=False)  # [2, K, 1]
+    _slope: FloatArray = field(init=False, repr=False, compare=False)  # [2, K, 1] of -1 / T
+    _offset: FloatArray = field(init=False, repr=False, compare=False)  # [2, K, 1] of -b
     _identity: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,8 +65,9 @@ class Calibration:
             _check(name, getattr(self, name), getattr(self, f"{name}_offset"), width)
         slope = 1.0 / np.array([self.greedy, self.sampled], dtype=np.float64)
         offset = np.array([self.greedy_offset, self.sampled_offset], dtype=np.float32)
-        object.__setattr__(self, "_slope", slope.astype(np.float32)[:, :, None])
-        object.__setattr__(self, "_offset", offset[:, :, None])
+        # Signs turned, because the sigmoid wants exp(-z).
+        object.__setattr__(self, "_slope", -slope.astype(np.float32)[:, :, None])
+        object.__setattr__(self, "_offset", -offset[:, :, None])
         object.__setattr__(self, "_identity", bool((slope == 1.0).all() and not offset.any()))
 
     @property
@@ -97,7 +99,6 @@ class Calibration:
         z = logit(confidence)
         np.multiply(z, slope, out=z)
         np.add(z, offset, out=z)
-        np.negative(z, out=z)
         np.exp(z, out=z)
         np.add(z, np.float32(1.0), out=z)
         return np.reciprocal(z, out=z)

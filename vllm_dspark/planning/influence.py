@@ -39,7 +39,8 @@ class InfluenceCap:
         self._until_refresh -= 1
         if self._until_refresh <= 0:
             self._refresh()
-        return self._weights[bucket]
+        weights: npt.NDArray[np.float32] = self._weights[bucket]
+        return weights
 
     def _refresh(self) -> None:
         self._until_refresh = _REFRESH

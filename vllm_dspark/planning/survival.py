@@ -27,7 +27,7 @@ from vllm_dspark.planning.calibration import Calibration
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.integer]
 
 # Stamps run 1 .. 2**31 - 1 and wrap to 1: they fit an int32, and 0 means never.
 _STAMP_PERIOD = 2**31 - 1
@@ -52,22 +52,34 @@ class RowCounts:
     invalid: int = 0  # entries of usable rows that are no probabilities
 
 
+@dataclass(frozen=True, slots=True)
+class RowUse:
+    """Which rows may inform a step, [n] each."""
+
+    usable: BoolArray
+    current: BoolArray  # usable and about the very drafts to be verified (greedy only)
+    counts: RowCounts
+
+
 def usable_rows(
-    owner: npt.NDArray[np.uint64],
-    row_owner: npt.NDArray[np.uint64],
+    owner: npt.NDArray[np.int64],
+    row_owner: npt.NDArray[np.int64],
     row_stamp: IntArray,
     draft_stamp: IntArray,
     sampled: BoolArray,
     max_age: int,
-) -> tuple[BoolArray, RowCounts]:
-    """Rows that may inform this step; `draft_stamp` is 0 where there is nothing to verify."""
-    age = (draft_stamp.astype(np.int64) - row_stamp) % _STAMP_PERIOD
+) -> RowUse:
+    """Apply the rules above; `draft_stamp` is 0 where there is nothing to verify."""
+    age = (draft_stamp - row_stamp.astype(np.int64)) % _STAMP_PERIOD
     known = (row_owner == owner) & (row_stamp > 0) & (draft_stamp > 0) & (age <= max_age)
-    current = known & (age == 0) & sampled
-    usable = known & ~current
-    num_current = int(np.count_nonzero(current))
-    num_stale = owner.size - num_current - int(np.count_nonzero(usable))
-    return usable, RowCounts(stale=num_stale, current=num_current)
+    same_pass = known & (age == 0)
+    refused = same_pass & sampled
+    num_refused = int(np.count_nonzero(refused))
+    usable, current = known, same_pass
+    if num_refused:
+        usable, current = known & ~refused, same_pass & ~refused
+    num_stale = owner.size - num_refused - int(np.count_nonzero(usable))
+    return RowUse(usable, current, RowCounts(stale=num_stale, current=num_refused))
 
 
 def acceptance(
@@ -81,13 +93,13 @@ def acceptance(
     # Written so that NaN fails both comparisons.
     legal = (confidence >= 0.0) & (confidence <= 1.0)
     num_invalid = 0
-    if not legal.all():
+    if np.count_nonzero(legal) < legal.size:
         num_invalid = int(np.count_nonzero(~legal & usable))
         confidence = np.where(legal, confidence, prior)
     calibrated = calibration.apply(confidence, sampled)
     if num_invalid:
         np.copyto(calibrated, prior, where=~legal)
-    if not usable.all():
+    if np.count_nonzero(usable) < usable.size:
         np.copyto(calibrated, prior, where=~usable)
     return calibrated, num_invalid
 

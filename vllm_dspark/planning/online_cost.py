@@ -1,0 +1,224 @@
+r"""Correction of the cost table with step times measured while serving.
+
+Table times were taken on an idle machine at start-up; clocks, neighbours and real
+contexts move them. The model keeps, in log space, one factor g per execution mode
+and one residual d per size:
+
+    T = T_table * exp(g_mode + d_shape,size),   |g| <= BOUND_MODE, |d| <= BOUND_CELL
+
+Each measured step moves both by a small share of its clipped innovation
+clip(log(measured / T), +-CLIP), so one stalled step moves a price by well under one
+per cent. The shared factor matters more than it looks: were only visited cells
+corrected, a machine that slows down would make every unvisited cell look better than
+it is, and the planner would run in circles. A cell whose factor passes the drift
+limit after enough samples is reported; `corrected_table` is what gets persisted.
+"""
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_dspark.planning.cost import (
+    CostGrid,
+    CostTable,
+    GridKey,
+    StepMode,
+    StepShape,
+    StepTiming,
+)
+
+Float64Array = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+BOUND_MODE = math.log(4.0)
+BOUND_CELL = math.log(1.5)
+_CLIP = 0.2
+_RATE_MODE = 0.02
+_RATE_CELL = 0.05
+_DRAFT: GridKey | None = None  # key of the drafter's curve among the corrections
+_MIN_DRIFT_SAMPLES = 50
+_KV_STEPS = 512  # distinct kv loads up to the last measured one
+_REFRESH = 8  # observations between recomputations of the prices
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A cell whose measured times left the table."""
+
+    grid: str  # "full/ragged", ..., or "draft"
+    size: int
+    table_ms: float
+    ratio: float  # corrected over table
+    samples: int
+
+
+@dataclass
+class _Correction:
+    """Mutable state of one grid: residual and samples per size, and its current cells."""
+
+    grid: CostGrid
+    residual: Float64Array  # [sizes]
+    samples: IntArray  # [sizes]
+    cells: Float64Array  # [kv, sizes], corrected
+    quantum: int  # kv loads are rounded to multiples of this, so prices can be kept
+    kv_tokens: int = -1  # load that `times` is for
+    times: Float64Array | None = None  # [sizes]
+
+    def at(self, kv_tokens: int) -> Float64Array:
+        """Times of all sizes at a kv load, kept while the load is about the same."""
+        rounded = kv_tokens // self.quantum
+        if self.times is None or rounded != self.kv_tokens:
+            self.times = self.grid.at(rounded * self.quantum, self.cells)
+            self.kv_tokens = rounded
+        return self.times
+
+
+class CostModel:
+    """A cost table that follows what steps really take; prices whole size axes at once."""
+
+    def __init__(self, table: CostTable, online: bool = True) -> None:
+        table.validate()
+        self.table = table
+        self.online = online
+        self._mode_factor = dict.fromkeys(StepMode, 0.0)
+        self._draft_factor = 0.0
+        self._until_refresh = _REFRESH
+        self._draft_ms: dict[int, float] = {}  # by request count, until the next refresh
+        grids: dict[GridKey | None, CostGrid] = dict(table.grids.items())
+        grids[_DRAFT] = table.draft
+        self._corrections = {
+            key: _Correction(
+                grid,
+                np.zeros(len(grid.sizes)),
+                np.zeros(len(grid.sizes), dtype=np.int64),
+                np.maximum.accumulate(grid.median_ms, axis=1),
+                max(1, grid.kv_tokens[-1] // _KV_STEPS),
+            )
+            for key, grid in grids.items()
+        }
+
+    def axis(
+        self, mode: StepMode, shape: StepShape, kv_tokens: int
+    ) -> tuple[IntArray, Float64Array] | None:
+        """Sizes and their verification times at a kv load, or None if never measured."""
+        key = self.table.resolve(mode, shape)
+        if key is None:
+            return None
+        state = self._corrections[key]
+        return state.grid.size_array, state.at(kv_tokens)
+
+    def step_ms(
+        self, mode: StepMode, shape: StepShape, kv_tokens: int, num_tokens: int
+    ) -> tuple[int, float] | None:
+        """Padded size and verification time of one step; None if it cannot be priced."""
+        key = self.table.resolve(mode, shape)
+        if key is None:
+            return None
+        state = self._corrections[key]
+        if not mode.padded:
+            times = state.at(kv_tokens)
+            return num_tokens, interpolate(state.grid.size_array, times, num_tokens)
+        index = bisect_left(state.grid.sizes, num_tokens)
+        if index == len(state.grid.sizes):
+            return None
+        return state.grid.sizes[index], float(state.at(kv_tokens)[index])
+
+    def draft_ms(self, num_requests: int) -> float:
+        """Time of one draft pass."""
+        known = self._draft_ms.get(num_requests)
+        if known is None:
+            state = self._corrections[_DRAFT]
+            known = interpolate(state.grid.size_array, state.cells[0], num_requests)
+            self._draft_ms[num_requests] = known
+        return known
+
+    def observe(self, timing: StepTiming) -> None:
+        """Correct prices with one measured step."""
+        if not self.online:
+            return
+        key = self.table.resolve(timing.mode, timing.shape)
+        predicted = self.step_ms(timing.mode, timing.shape, timing.kv_tokens, timing.num_tokens)
+        if key is not None and predicted is not None:
+            innovation = _innovation(timing.forward_ms, predicted[1])
+            factor = self._mode_factor[timing.mode] + _RATE_MODE * innovation
+            self._mode_factor[timing.mode] = _bounded(factor, BOUND_MODE)
+            self._move(key, timing.num_tokens, innovation)
+        if timing.draft_ms is not None:
+            innovation = _innovation(timing.draft_ms, self.draft_ms(timing.num_requests))
+            self._draft_factor = _bounded(self._draft_factor + _RATE_MODE * innovation, BOUND_MODE)
+            self._move(_DRAFT, timing.num_requests, innovation)
+        self._until_refresh -= 1
+        if self._until_refresh <= 0:
+            self._refresh()
+
+    def drift(self, limit: float) -> list[Drift]:
+        """Cells whose correction exceeds `limit` (0.25 = 25 % either way), worst first."""
+        found = []
+        for key, state in self._corrections.items():
+            ratios = np.exp(state.residual + self._factor(key))
+            off = (np.abs(np.log(ratios)) > math.log1p(limit)) & (
+                state.samples >= _MIN_DRIFT_SAMPLES
+            )
+            name = "draft" if key is None else f"{key[0].value}/{key[1].value}"
+            for j in np.flatnonzero(off):
+                table_ms = float(state.grid.median_ms[0, j])
+                found.append(
+                    Drift(
+                        name, state.grid.sizes[j], table_ms, float(ratios[j]), int(state.samples[j])
+                    )
+                )
+        return sorted(found, key=lambda item: -abs(math.log(item.ratio)))
+
+    def corrected_table(self) -> CostTable:
+        """The table with corrections applied, for persisting."""
+        self._refresh()
+        grids = {
+            key: replace(grid, median_ms=self._corrections[key].cells.copy())
+            for key, grid in self.table.grids.items()
+        }
+        draft = replace(self.table.draft, median_ms=self._corrections[_DRAFT].cells.copy())
+        return replace(self.table, grids=grids, draft=draft)
+
+    def _factor(self, key: GridKey | None) -> float:
+        return self._draft_factor if key is None else self._mode_factor[key[0]]
+
+    def _move(self, key: GridKey | None, size: int, innovation: float) -> None:
+        """Shift the residual of the cell that priced `size`."""
+        state = self._corrections[key]
+        j = min(int(state.grid.size_array.searchsorted(size)), len(state.grid.sizes) - 1)
+        state.samples[j] += 1
+        moved = state.residual[j] + _RATE_CELL * innovation
+        state.residual[j] = _bounded(float(moved), BOUND_CELL)
+
+    def _refresh(self) -> None:
+        """Recompute all prices; more tokens never cost less."""
+        self._until_refresh = _REFRESH
+        for key, state in self._corrections.items():
+            scaled = state.grid.median_ms * np.exp(state.residual + self._factor(key))
+            np.maximum.accumulate(scaled, axis=1, out=state.cells)
+            state.times = None
+        self._draft_ms.clear()
+
+
+def interpolate(sizes: IntArray, times: Float64Array, size: int) -> float:
+    """Linear between nodes, constant below the first, last slope above the last."""
+    if size <= sizes[-1]:
+        return float(np.interp(size, sizes, times))
+    if len(sizes) == 1:
+        return float(times[-1])
+    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+    return float(times[-1] + max(slope, 0.0) * (size - sizes[-1]))
+
+
+def _innovation(measured_ms: float, predicted_ms: float) -> float:
+    """Clipped log ratio; a time that is no time moves nothing."""
+    if not (math.isfinite(measured_ms) and measured_ms > 0.0):
+        return 0.0
+    return _bounded(math.log(measured_ms / predicted_ms), _CLIP)
+
+
+def _bounded(value: float, bound: float) -> float:
+    return max(-bound, min(bound, value))

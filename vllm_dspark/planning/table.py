@@ -1,0 +1,276 @@
+"""Per-request state of the engine core: one slot per request, arrays throughout.
+
+The table is the only owner of what is remembered about requests between steps:
+the newest confidence row (with owner and stamp), the newest outcome, what remains
+to be generated. It pairs a row with the outcome of the drafts it was about,
+whichever arrives first, to teach the online calibration; and `batch` turns the
+slots of a step into the immutable `RequestBatch` that the planner decides on.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_dspark.errors import PlanError
+from vllm_dspark.planning.calibration import Calibration
+from vllm_dspark.planning.online import OnlineCalibration
+from vllm_dspark.planning.plan import owner_id
+from vllm_dspark.planning.posterior import AcceptancePosterior
+from vllm_dspark.planning.quality import LiveQuality
+from vllm_dspark.planning.survival import RowCounts, acceptance, survival, usable_rows
+
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.integer]
+OwnerArray = npt.NDArray[np.int64]
+SlotArray = npt.NDArray[np.int64]
+
+NO_LIMIT = 2**31 - 1
+
+# Learning is statistics: one step in four, and some of its rows, teach as well as all
+# of them and keep the engine core's time per step flat.
+_LEARN_PERIOD = 4
+_LEARN_ROWS = 64
+
+# What is remembered per slot: rows of one int64 array [fields, slots] and of one bool
+# array, so that a step gathers twice however many fields there are.
+_OWNER, _ROW_OWNER, _TENANT, _ROW_STAMP, _OUTCOME_STAMP, _ADMITTED, _ACCEPTED, _REMAINING = range(8)
+_SAMPLED, _UNTOUCHED, _EXCLUDED = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBatch:
+    """The decoding requests of one step, in the caller's order. Filled by RequestTable.batch."""
+
+    owner: OwnerArray  # [n]
+    acceptance: FloatArray  # [K, n] P(accept | all before accepted), neutral where unknown
+    known: BoolArray  # [n] anything is known about the request
+    num_drafts: IntArray  # [n] drafts there are to verify
+    capacity: IntArray  # [n] drafts that could still be emitted, if there were K
+    remaining: IntArray  # [n] tokens left to generate at most
+    reserved: BoolArray  # [n] keeps native width
+    excluded: BoolArray  # [n] must not be scheduled: the whole step runs native
+    counts: RowCounts
+
+    @property
+    def num_positions(self) -> int:
+        """K."""
+        return int(self.acceptance.shape[0])
+
+
+class RequestTable:
+    """Slots of all known requests. `rank_by_posterior` for host windows (posterior.py)."""
+
+    def __init__(
+        self,
+        num_positions: int,
+        num_slots: int,
+        calibration: Calibration,
+        *,
+        rank_by_posterior: bool,
+        online_calibration: bool = True,
+        max_row_age: int = 4,
+    ) -> None:
+        if calibration.num_positions != num_positions:
+            raise PlanError(
+                f"calibration of {calibration.num_positions} positions for {num_positions} drafts"
+            )
+        self.num_positions = num_positions
+        self.rank_by_posterior = rank_by_posterior
+        self.max_row_age = max_row_age
+        self.posterior = AcceptancePosterior(num_positions, 0)
+        self.online = OnlineCalibration(calibration)
+        self.live = LiveQuality(num_positions)
+        self.unpaired = 0  # outcomes whose confidence row never came
+        self._learn = online_calibration
+        self._pairings = 0
+        self._slot_of: dict[str, int] = {}
+        self._free: list[int] = []
+        self._state: SlotArray = np.zeros((8, 0), dtype=np.int64)
+        self._flags: BoolArray = np.zeros((3, 0), dtype=np.bool_)
+        self._rows: FloatArray = np.zeros((0, num_positions), dtype=np.float32)
+        self._grow(num_slots)
+
+    def _grow(self, num_slots: int) -> None:
+        """Make room for `num_slots`, keeping what is there."""
+        old = self._state.shape[1]
+        extra = num_slots - old
+        self._state = np.pad(self._state, ((0, 0), (0, extra)))
+        self._flags = np.pad(self._flags, ((0, 0), (0, extra)))
+        blank = np.zeros((extra, self.num_positions), dtype=np.float32)
+        self._rows = np.concatenate((self._rows, blank))
+        self._free.extend(range(num_slots - 1, old - 1, -1))
+        self.posterior.grow(num_slots)
+
+    def add(
+        self,
+        request_id: str,
+        *,
+        sampled: bool,
+        untouched: bool = True,
+        excluded: bool = False,
+        remaining: int = NO_LIMIT,
+        tenant: int | None = None,
+        generation: int = 0,
+    ) -> int:
+        """Give a request a slot; its owner id comes from `owner_id(request_id, generation)`.
+
+        `untouched`: no grammar, penalty, bad words or the like alters its target
+        distribution. `excluded`: scheduling must leave every step it is in alone.
+        `tenant`: whose influence it counts towards; by default the request's own.
+        """
+        if request_id in self._slot_of:
+            self.remove(request_id)
+        if not self._free:
+            self._grow(2 * self._state.shape[1])
+        slot = self._free.pop()
+        owner = owner_id(request_id, generation)
+        tenant = owner if tenant is None else tenant
+        self._state[:, slot] = (owner, 0, tenant, 0, 0, 0, 0, min(remaining, NO_LIMIT))
+        self._flags[:, slot] = (sampled, untouched, excluded)
+        self._slot_of[request_id] = slot
+        self.posterior.reset(slot)
+        return slot
+
+    def remove(self, request_id: str) -> None:
+        """Release a request's slot (finished, aborted or preempted); unknown ids are ignored."""
+        slot = self._slot_of.pop(request_id, None)
+        if slot is not None:
+            self._state[_OWNER, slot] = 0
+            self._free.append(slot)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._slot_of
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def slots(self, request_ids: Iterable[str]) -> SlotArray:
+        """Slots of known requests, in order."""
+        return np.fromiter(map(self._slot_of.__getitem__, request_ids), dtype=np.int64)
+
+    def owners(self, slots: SlotArray) -> OwnerArray:
+        """Owner ids, [n]."""
+        owners: OwnerArray = self._state[_OWNER, slots]
+        return owners
+
+    def record_rows(
+        self,
+        slots: SlotArray,  # [m], each at most once
+        owners: OwnerArray,  # [m] whom the worker wrote the rows for
+        stamp: int,
+        confidence: npt.NDArray[np.floating],  # [m, K] raw, as the worker lays them out
+    ) -> None:
+        """Store the rows of one draft pass."""
+        if confidence.shape != (len(slots), self.num_positions):
+            raise PlanError(
+                f"confidence rows of shape {confidence.shape} for {len(slots)} requests and "
+                f"{self.num_positions} drafts"
+            )
+        self._rows[slots] = confidence
+        self._state[_ROW_OWNER, slots] = owners
+        self._state[_ROW_STAMP, slots] = stamp
+        self._pair(slots)
+
+    def set_remaining(self, slots: SlotArray, remaining: IntArray) -> None:
+        """Overrule what is left to generate, where the engine knows better."""
+        self._state[_REMAINING, slots] = remaining
+
+    def record_outcomes(
+        self,
+        slots: SlotArray,  # [m], each at most once
+        stamp: int,
+        admitted: IntArray,  # [m] drafts verified
+        accepted: IntArray,  # [m] of them accepted
+    ) -> None:
+        """Store what became of the drafts of pass `stamp`."""
+        state, flags = self._state.take(slots, axis=1), self._flags.take(slots, axis=1)
+        lost = (state[_OUTCOME_STAMP] > 0) & (state[_ADMITTED] > 0)
+        self.unpaired += int(np.count_nonzero(lost))
+        state[_OUTCOME_STAMP] = stamp
+        state[_ADMITTED] = admitted
+        state[_ACCEPTED] = accepted
+        state[_REMAINING] = np.maximum(state[_REMAINING] - accepted - 1, 0)
+        self._state[:, slots] = state
+        self.posterior.observe(
+            slots, admitted, accepted, flags[_SAMPLED], flags[_UNTOUCHED], state[_TENANT]
+        )
+        self._pair(slots)
+
+    def _pair(self, slots: SlotArray) -> None:
+        """Teach the calibration from rows and outcomes of the same draft pass."""
+        state = self._state.take(slots, axis=1)
+        match = (state[_OUTCOME_STAMP] > 0) & (state[_OUTCOME_STAMP] == state[_ROW_STAMP])
+        match &= state[_ROW_OWNER] == state[_OWNER]
+        if not np.count_nonzero(match):
+            return
+        self._state[_OUTCOME_STAMP, slots[match]] = 0
+        self._pairings += 1
+        if self._pairings % _LEARN_PERIOD == 0:
+            # A stride that is coprime to it visits all parts of a batch in turn.
+            chosen = np.roll(match.nonzero()[0], self._pairings * 7)[:_LEARN_ROWS]
+            self._learn_from(slots[chosen])
+
+    def _learn_from(self, slots: SlotArray) -> None:
+        rows, state, flags = self._gather(slots), self._state[:, slots], self._flags[:, slots]
+        admitted, accepted = state[_ADMITTED], state[_ACCEPTED]
+        sampled, untouched = flags[_SAMPLED], flags[_UNTOUCHED]
+        legal = np.clip(np.nan_to_num(rows), 0.0, 1.0)
+        predicted = survival(self.online.calibration.apply(legal, sampled))
+        self.live.observe(predicted[:, untouched], accepted[untouched], admitted[untouched])
+        if self._learn:
+            self.online.observe(rows, admitted, accepted, sampled, untouched, state[_TENANT])
+
+    def _gather(self, slots: SlotArray) -> FloatArray:
+        """Confidence rows, position-major."""
+        return np.ascontiguousarray(self._rows[slots].T)
+
+    def batch(
+        self,
+        slots: SlotArray,  # [n]
+        num_drafts: IntArray,  # [n]
+        draft_stamp: IntArray,  # [n] pass that made the drafts to be verified; 0: none
+        reserved: BoolArray | None = None,  # [n]
+    ) -> RequestBatch:
+        """What is known about the requests of one step."""
+        state, flags = self._state.take(slots, axis=1), self._flags.take(slots, axis=1)
+        owner, sampled, remaining = state[_OWNER], flags[_SAMPLED], state[_REMAINING]
+        use = usable_rows(
+            owner, state[_ROW_OWNER], state[_ROW_STAMP], draft_stamp, sampled, self.max_row_age
+        )
+        estimate, num_invalid = self._acceptance(slots, sampled, use.usable, use.current)
+        counts = RowCounts(use.counts.stale, use.counts.current, num_invalid)
+        # One token of a step is the target's own, so only remaining - 1 drafts can be emitted.
+        capacity = np.minimum(np.maximum(remaining - 1, 0), self.num_positions)
+        return RequestBatch(
+            owner=owner,
+            acceptance=estimate,
+            known=use.usable | self.posterior.known(slots),
+            num_drafts=num_drafts,
+            capacity=capacity,
+            remaining=remaining,
+            reserved=np.zeros(len(slots), dtype=np.bool_) if reserved is None else reserved,
+            excluded=flags[_EXCLUDED],
+            counts=counts,
+        )
+
+    def _acceptance(
+        self, slots: SlotArray, sampled: BoolArray, usable: BoolArray, current: BoolArray
+    ) -> tuple[FloatArray, int]:
+        if not usable.any():
+            return self._full(self.posterior.estimate(slots, sampled), len(slots)), 0
+        prior = self.posterior.estimate(slots, sampled)
+        rows, num_invalid = acceptance(
+            self._gather(slots), usable, prior, self.online.calibration, sampled
+        )
+        if not self.rank_by_posterior or current.all():
+            return rows, num_invalid
+        ranked = self.posterior.estimate(slots, sampled, rows, usable)
+        if current.any():
+            np.copyto(ranked, rows, where=current)
+        return ranked, num_invalid
+
+    def _full(self, estimate: FloatArray, num_requests: int) -> FloatArray:
+        return np.broadcast_to(estimate, (self.num_positions, num_requests)).copy()
