@@ -1,5 +1,6 @@
 """Settings of every test process, and the tiny model pairs that engine tests share."""
 
+import logging
 import os
 from collections.abc import Callable
 
@@ -23,3 +24,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable:
         return built[spec]
 
     return get
+
+
+def pytest_configure() -> None:
+    """Torch's structured trace writes megabytes of empty debug records into captured logs."""
+    logging.getLogger("torch.__trace").propagate = False
