@@ -60,11 +60,17 @@ def engine(target: Path, speculative: dict[str, Any] | None = None, **overrides:
 
 
 def dspark(drafter: Path, options: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """A speculative config for `drafter` with our options."""
-    config = {"method": "dspark", "model": str(drafter), **changes}
-    if options is not None:
-        config["dspark"] = options
-    return config
+    """A speculative config for `drafter`.
+
+    Scheduling is off unless `options` says otherwise: at start-up it would measure a cost table
+    (seconds, and noise that decides windows) which most tests are not about.
+    """
+    return {
+        "method": "dspark",
+        "model": str(drafter),
+        **changes,
+        "dspark": {"scheduling": False, **(options or {})},
+    }
 
 
 def scheduler_of(llm: Any) -> Any:

@@ -5,7 +5,7 @@ know; a field is never given another meaning within a version. Records translate
 planning's own types, whose checks (finite, positive, monotone, ...) then apply.
 """
 
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Literal
 
 import numpy as np
@@ -196,4 +196,4 @@ Record = CostTableRecord | CalibrationRecord | AdmissionRecord
 
 def now() -> str:
     """Time stamp of a record, UTC."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -12,11 +12,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_dspark.artifacts.freshness import Resolution, planner_options
+from vllm_dspark.artifacts.schema import CostTableRecord
+from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.outcomes import RequestOutcome
 from vllm_dspark.integration.report import StepReport
-from vllm_dspark.planning.cost import StepMode
+from vllm_dspark.planning.cost import CostTable, StepMode
+from vllm_dspark.planning.facts import StepFacts
+from vllm_dspark.planning.online_cost import CostModel
 from vllm_dspark.planning.plan import VerifyPlan
-from vllm_dspark.planning.planner import Planner, StepFacts
+from vllm_dspark.planning.planner import Planner
 from vllm_dspark.planning.survival import stamp_next
 from vllm_dspark.planning.table import RequestTable
 
@@ -39,16 +44,29 @@ class Conductor:
     """Makes the plan of each step and keeps what plans are made from."""
 
     def __init__(
-        self, table: RequestTable, planner: Planner | None, mode: StepMode, max_tokens: int
+        self,
+        table: RequestTable,
+        resolution: Resolution,
+        options: DSparkConfig,
+        mode: StepMode,
+        max_tokens: int,
     ) -> None:
         self.table = table
-        self.planner = planner
+        self.planner: Planner | None = None  # made when a cost table is there
         self.step_id = 0
+        self._resolution = resolution
+        self._options = options
         self._mode = mode
         self._max_tokens = max_tokens
         self._draft_stamp = np.zeros(0, dtype=np.int32)  # by slot: pass that made its drafts
         self._generation: dict[str, int] = {}
         self._num_arrived = 0
+        if resolution.scheduling and resolution.cost_table is not None:
+            self._start_planning(resolution.cost_table)
+
+    def _start_planning(self, table: CostTable) -> None:
+        options = planner_options(self._options, self._resolution, device_windows=False)
+        self.planner = Planner(CostModel(table, online=self._options.online_cost), options)
 
     # ---- before vLLM schedules
 
@@ -137,6 +155,9 @@ class Conductor:
         """Take in rows, times and outcomes; stamps: draft pass judged, by request id."""
         if report is not None:
             self._take_rows(report)
+            if report.cost_table is not None and self.planner is None:
+                record = CostTableRecord.model_validate_json(report.cost_table)
+                self._start_planning(record.to_table())
             if self.planner is not None:
                 for timing in report.timings:
                     self.planner.cost.observe(timing)

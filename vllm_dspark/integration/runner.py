@@ -5,16 +5,23 @@ import logging
 from contextlib import nullcontext
 from typing import Any
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from vllm_dspark.artifacts.schema import CostTableRecord
+from vllm_dspark.artifacts.store import ArtifactStore
 from vllm_dspark.config import DSparkConfig
+from vllm_dspark.errors import CostTableError
 from vllm_dspark.integration.backends import reject_ops
 from vllm_dspark.integration.carrier import options_of
+from vllm_dspark.integration.profiling import profile_cpu
 from vllm_dspark.integration.rejection import replace_rejection_sampler
 from vllm_dspark.integration.report import StepOrder, attach_report, order_of
 from vllm_dspark.integration.reporting import StepReporter
 from vllm_dspark.integration.speculator import DSparkProposer
+from vllm_dspark.integration.startup import live_fingerprint, resolve_scheduling
+from vllm_dspark.planning.cost import CostTable
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -43,8 +50,42 @@ class DSparkRunnerMixin:
                 self.rejection_sampler,
                 self.speculative_config,
                 self.device,
-                reject_ops(self.dspark_options, self.device),
+                reject_ops(
+                    self.dspark_options,
+                    max_requests=self.max_num_reqs,
+                    width=self.num_speculative_steps,
+                    vocab=self.vocab_size,
+                    device=self.device,
+                ),
             )
+
+    def provide_cost_table(self) -> None:
+        """Take the cached cost table of this engine, or measure and cache one.
+
+        Called once, after warm-up. Every rank runs the same dummy steps; the output rank's table
+        reaches the engine core with its first report.
+        """
+        resolution = resolve_scheduling(self.vllm_config, self.dspark_options)
+        if not resolution.scheduling or self.speculator is None:
+            return
+        measured = get_tp_group().broadcast_object(resolution.needs_profile, src=0)
+        if not measured:
+            return
+        try:
+            table = self.profile_costs()
+        except CostTableError as error:
+            logger.warning("vllm-dspark: full windows in this run: %s", error)
+            return
+        record = CostTableRecord.from_table(
+            table, live_fingerprint(self.vllm_config)
+        )
+        self.dspark_reporter.cost_table = record.model_dump_json()
+        path = ArtifactStore(self.dspark_options.resolved_cache_dir()).save(record)
+        logger.info("vllm-dspark: cost table measured and kept in %s", path)
+
+    def profile_costs(self) -> CostTable:
+        """Measured step times of this engine; raises CostTableError if they cannot be trusted."""
+        raise NotImplementedError
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's step; keeps the engine core's order for the draft pass that follows."""
@@ -82,6 +123,9 @@ class DSparkRunnerMixin:
 class DSparkGPUModelRunner(DSparkRunnerMixin, GPUModelRunner):
     """V2 runner on CUDA."""
 
+    def profile_costs(self) -> CostTable:
+        raise CostTableError("incomplete", "profiling on a GPU comes with the GPU executor")
+
 
 if current_platform.is_cpu():
     # Imported by name: the module patches torch on import and exists for the CPU build only.
@@ -89,3 +133,6 @@ if current_platform.is_cpu():
 
     class DSparkCPUModelRunner(DSparkRunnerMixin, _cpu.CPUModelRunner):
         """V2 runner on the CPU build."""
+
+        def profile_costs(self) -> CostTable:
+            return profile_cpu(self)

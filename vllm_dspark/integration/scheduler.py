@@ -8,8 +8,8 @@ from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.conductor import Conductor, StepOutlook
 from vllm_dspark.integration.outcomes import OutcomeLog, OutcomeTotals, RequestOutcome
 from vllm_dspark.integration.report import StepOrder, attach_order, order_of, report_of
+from vllm_dspark.integration.startup import require_schedulable, resolve_scheduling
 from vllm_dspark.integration.windows import GivenWindows
-from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.cost import StepMode
 from vllm_dspark.planning.table import RequestTable
 
@@ -33,18 +33,24 @@ class DSparkSchedulerMixin:
             self._given_windows = GivenWindows(
                 options.test_windows, width, options.test_windows_seed
             )
+        self.conductor = self._make_conductor(options, width)
+
+    def _make_conductor(self, options: DSparkConfig, width: int) -> Conductor:
+        vllm_config = self.vllm_config  # type: ignore[attr-defined]
+        resolution = resolve_scheduling(vllm_config, options)
+        require_schedulable(resolution.off_reason, options)
+        for note in resolution.notes:
+            logger.warning("vllm-dspark: %s", note)
+        if resolution.off_reason:
+            logger.info("vllm-dspark: full windows: %s", resolution.off_reason)
         table = RequestTable(
             width,
             self.max_num_running_reqs,  # type: ignore[attr-defined]
-            Calibration.identity(width),
+            resolution.calibration,
             rank_by_posterior=True,
+            online_calibration=options.online_calibration,
         )
-        self.conductor = Conductor(
-            table,
-            None,
-            StepMode.EAGER,
-            self.max_num_scheduled_tokens,  # type: ignore[attr-defined]
-        )
+        return Conductor(table, resolution, options, StepMode.EAGER, self.max_num_scheduled_tokens)  # type: ignore[attr-defined]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's schedule, after this step's windows were applied to the running requests."""

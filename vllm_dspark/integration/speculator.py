@@ -9,13 +9,20 @@ import time
 from typing import Any
 
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator as StockSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
 
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.backends import draft_ops
 from vllm_dspark.integration.models import drafter_architecture, register_drafters
-from vllm_dspark.kernels.protocols import DraftBatch, DraftHead, DraftOutput, SamplingState
+from vllm_dspark.kernels.protocols import (
+    DraftBatch,
+    DraftHead,
+    DraftOps,
+    DraftOutput,
+    SamplingState,
+)
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -30,7 +37,8 @@ class DSparkProposer(StockSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, options: DSparkConfig) -> None:
         super().__init__(vllm_config, device)
-        self.ops = draft_ops(options, device)
+        self.options = options
+        self.ops: DraftOps | None = None  # made when the head is loaded
         self.confidence_logits = torch.zeros(
             self.max_num_reqs, self.num_speculative_steps, dtype=torch.float32, device=device
         )
@@ -72,11 +80,25 @@ class DSparkProposer(StockSpeculator):
         finally:
             config.architectures = stock
         self.draft_head = model.draft_head
+        self.ops = draft_ops(
+            self.options,
+            model.draft_head,
+            max_requests=self.max_num_reqs,
+            width=self.num_speculative_steps,
+            draft_vocab=config.draft_vocab_size,
+            device=self.device,
+        )
         return model
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """vLLM's, but the reference cannot be captured: it looks at values on the host."""
+        if self.options.kernels == "reference":
+            cudagraph_mode = CUDAGraphMode.NONE
+        super().init_cudagraph_manager(cudagraph_mode)
 
     def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
         """Draft tokens and confidences of `num_reqs` rows from the backbone's hidden states."""
-        if self.draft_head is None:
+        if self.draft_head is None or self.ops is None:
             super()._sample_sequential(num_reqs, head_hidden)
             return
         width = self.num_speculative_steps

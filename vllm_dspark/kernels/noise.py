@@ -1,8 +1,8 @@
 """Counter-based noise: each random number of drafting and rejection is a pure function of its key.
 
 No generator state exists, so a request's draws do not depend on its batch, on padding or on what
-was scheduled beside it. Every implementation (this torch one, numba in ``cpu/``, Triton) produces the
-same 32 bits for a key; the floating-point functions of those bits may differ by a few ulp.
+was scheduled beside it. Every implementation (this torch one, numba in ``cpu/``, Triton) produces
+the same 32 bits for a key; the floating-point functions of those bits may differ by a few ulp.
 
 Key
     seed      int64, the request's seed

@@ -17,7 +17,7 @@ what rejection will divide by. Ties go to the lowest draft id; NaN counts as -in
 draft id, x_k its target id.
 
 Rejection (`_reject_standard`, `_reject_block`): p is the softmax of a target row, q that of the
-cached draft row divided by the request's temperature, or one-hot at the draft when there is no cache.
+cached draft row divided by the request's temperature, or one-hot at the draft without a cache.
 A token is drawn from weights w as argmax(log w + Gumbel(RESAMPLE)).
 
 Bad rows. NaN counts as -inf and +inf as the largest float32. A draft row without any finite logit
