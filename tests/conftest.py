@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from tests.support.engines import ENGINE_ENVIRONMENT
 
 os.environ.update(ENGINE_ENVIRONMENT)  # before torch and numba are imported
+# Cost tables measured by one session must not serve the next one, nor a user's engines.
+os.environ["VLLM_DSPARK_CACHE_DIR"] = tempfile.mkdtemp(prefix="vllm-dspark-tests-")
 
 
 @pytest.fixture(scope="session")
