@@ -14,6 +14,11 @@ ENGINE_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # Tiny models gain nothing from a second thread, and OpenMP's spinning barriers cost a
+    # hundredfold where the cores are taken.
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 DEFAULTS: dict[str, Any] = {
@@ -55,11 +60,17 @@ def engine(target: Path, speculative: dict[str, Any] | None = None, **overrides:
 
 
 def dspark(drafter: Path, options: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """A speculative config for `drafter` with our options."""
-    config = {"method": "dspark", "model": str(drafter), **changes}
-    if options is not None:
-        config["dspark"] = options
-    return config
+    """A speculative config for `drafter`.
+
+    Scheduling is off unless `options` says otherwise: at start-up it would measure a cost table
+    (seconds, and noise that decides windows) which most tests are not about.
+    """
+    return {
+        "method": "dspark",
+        "model": str(drafter),
+        **changes,
+        "dspark": {"scheduling": False, **(options or {})},
+    }
 
 
 def scheduler_of(llm: Any) -> Any:

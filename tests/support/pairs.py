@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 SPECIALS = ("<bos>", "<eos>", "<pad>", "<mask>")
-VOCAB_SIZE = 256 + len(SPECIALS)
-BOS, EOS, PAD, MASK = range(256, VOCAB_SIZE)
+BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,15 @@ class PairSpec:
     noise: float = 0.35  # relative perturbation of the drafter's head ("markov")
     sharpness: float = 6.0  # scale of the target's logits ("markov")
     max_positions: int = 1024
+    symbols: int = BYTES  # ordinary tokens; fewer make the exact law of several tokens countable
+
+    @property
+    def vocab_size(self) -> int:
+        return self.symbols + len(SPECIALS)
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        return {name: self.symbols + i for i, name in enumerate(SPECIALS)}
 
     def with_(self, **changes: object) -> "PairSpec":
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -59,7 +67,7 @@ def build_pair(folder: Path, spec: PairSpec = PairSpec()) -> Pair:  # noqa: B008
     generator = torch.Generator().manual_seed(spec.seed)
     target = _target_weights(spec, generator)
     _write(pair.target, _target_config(spec), target)
-    _write_tokenizer(pair.target, spec.max_positions)
+    _write_tokenizer(pair.target, spec)
     _write(pair.drafter, drafter_config(spec), _drafter_weights(spec, target, generator))
     return pair
 
@@ -77,14 +85,14 @@ def _attention_shape(spec: PairSpec) -> dict:
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
         "intermediate_size": spec.intermediate,
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_positions,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "rope_theta": 10000.0,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
+        "bos_token_id": spec.special_ids["<bos>"],
+        "eos_token_id": spec.special_ids["<eos>"],
+        "pad_token_id": spec.special_ids["<pad>"],
         "torch_dtype": "float32",
     }
 
@@ -112,7 +120,7 @@ def drafter_config(spec: PairSpec) -> dict:
         "attention_bias": False,
         "layer_types": ["full_attention"] * spec.draft_layers,
         "block_size": spec.block_size,
-        "mask_token_id": MASK,
+        "mask_token_id": spec.special_ids["<mask>"],
         "target_layer_ids": list(range(spec.layers)),
         "num_anchors": 512,
         "markov_rank": spec.markov_rank,
@@ -152,9 +160,9 @@ def _layer_weights(
 
 def _target_weights(spec: PairSpec, generator: torch.Generator) -> dict[str, torch.Tensor]:
     markov = spec.kind == "markov"
-    embed = torch.randn(VOCAB_SIZE, spec.hidden, generator=generator)
-    head = torch.randn(VOCAB_SIZE, spec.hidden, generator=generator) / spec.hidden**0.5
-    head[256:] *= 0.2  # special tokens stay rare
+    embed = torch.randn(spec.vocab_size, spec.hidden, generator=generator)
+    head = torch.randn(spec.vocab_size, spec.hidden, generator=generator) / spec.hidden**0.5
+    head[spec.symbols :] *= 0.2  # special tokens stay rare
     weights = {
         "model.embed_tokens.weight": embed if markov else embed * 0.5,
         "model.norm.weight": torch.ones(spec.hidden),
@@ -206,8 +214,8 @@ def _markov_weights(
         w1 = embed * embed.pow(2).mean(-1, keepdim=True).add(1e-5).rsqrt()
         w2 = head + torch.randn(head.shape, generator=generator) * head.std() * spec.noise
     else:
-        w1 = torch.randn(VOCAB_SIZE, rank, generator=generator) * 0.5
-        w2 = torch.randn(VOCAB_SIZE, rank, generator=generator) * 0.5
+        w1 = torch.randn(spec.vocab_size, rank, generator=generator) * 0.5
+        w2 = torch.randn(spec.vocab_size, rank, generator=generator) * 0.5
     weights = {"markov_head.markov_w1.weight": w1, "markov_head.markov_w2.weight": w2}
     if spec.head_type == "gated":
         weights["markov_head.gate_proj.weight"] = (
@@ -222,14 +230,14 @@ def _markov_weights(
     return weights
 
 
-def _write_tokenizer(folder: Path, max_positions: int) -> None:
-    """Byte-level tokenizer without merges: token i (< 256) is one byte."""
+def _write_tokenizer(folder: Path, spec: PairSpec) -> None:
+    """Byte-level tokenizer without merges: token i (< symbols) is one byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
-    vocab |= {special: 256 + i for i, special in enumerate(SPECIALS)}
+    vocab = {symbol: i for i, symbol in enumerate(alphabet[: spec.symbols])}
+    vocab |= spec.special_ids
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -239,7 +247,7 @@ def _write_tokenizer(folder: Path, max_positions: int) -> None:
         eos_token=SPECIALS[1],
         pad_token=SPECIALS[2],
         mask_token=SPECIALS[3],
-        model_max_length=max_positions,
+        model_max_length=spec.max_positions,
     )
     fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     fast.save_pretrained(folder)

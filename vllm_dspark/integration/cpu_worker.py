@@ -1,5 +1,7 @@
 """Worker of vLLM's CPU build: native kernels, and our model runner where DSpark is on."""
 
+from typing import Any
+
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_dspark.integration.carrier import options_of
@@ -21,3 +23,10 @@ class DSparkCPUWorker(CPUWorker):
             from vllm_dspark.integration.runner import DSparkCPUModelRunner
 
             self.model_runner = DSparkCPUModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's warm-up, then our cost profile where no cached one fits this engine."""
+        result = super().compile_or_warm_up_model()
+        if hasattr(self.model_runner, "provide_cost_table"):
+            self.model_runner.provide_cost_table()
+        return result

@@ -16,3 +16,10 @@ class DSparkGPUWorker(Worker):
 
             return DSparkGPUModelRunner(self.vllm_config, self.device)
         return super()._make_model_runner()
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's warm-up and capture, then our cost profile where no cached one fits."""
+        result = super().compile_or_warm_up_model()
+        if hasattr(self.model_runner, "provide_cost_table"):
+            self.model_runner.provide_cost_table()
+        return result

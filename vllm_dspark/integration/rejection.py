@@ -79,4 +79,6 @@ class DSparkRejectionSampler(RejectionSampler):
             SamplingState(states.temperature.gpu, states.seeds.gpu),
             self.rule,
         )
-        return processed, outcome.sampled, outcome.num_sampled
+        # Kernels reuse their outcome buffers; these two are read later, by vLLM's copy stream and
+        # by the chunks of this step that follow.
+        return processed, outcome.sampled.clone(), outcome.num_sampled.clone()

@@ -5,16 +5,24 @@ graph capture. Everything after the backbone's forward pass is `DraftOps` (kerne
 """
 
 import logging
+import time
 from typing import Any
 
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator as StockSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
 
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.backends import draft_ops
 from vllm_dspark.integration.models import drafter_architecture, register_drafters
-from vllm_dspark.kernels.protocols import DraftBatch, DraftHead, DraftOutput, SamplingState
+from vllm_dspark.kernels.protocols import (
+    DraftBatch,
+    DraftHead,
+    DraftOps,
+    DraftOutput,
+    SamplingState,
+)
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -23,17 +31,20 @@ class DSparkProposer(StockSpeculator):
     """Drafts blocks of K tokens with one confidence logit each.
 
     confidence_logits: [max_num_reqs, K] float32 by batch row of the last pass, before the sigmoid.
-    draft_pass: number of draft passes so far, the stamp of the rows they wrote.
+    draft_next: whether the coming `propose` drafts; the runner sets it from the step's order.
+    draft_ms: host time of the last draft pass, None when it was skipped (a CPU's step time).
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, options: DSparkConfig) -> None:
         super().__init__(vllm_config, device)
-        self.ops = draft_ops(options, device)
+        self.options = options
+        self.ops: DraftOps | None = None  # made when the head is loaded
         self.confidence_logits = torch.zeros(
             self.max_num_reqs, self.num_speculative_steps, dtype=torch.float32, device=device
         )
         self.draft_head: DraftHead | None = None
-        self.draft_pass = 0
+        self.draft_next = True
+        self.draft_ms: float | None = None
 
     @property
     def has_confidence(self) -> bool:
@@ -69,11 +80,25 @@ class DSparkProposer(StockSpeculator):
         finally:
             config.architectures = stock
         self.draft_head = model.draft_head
+        self.ops = draft_ops(
+            self.options,
+            model.draft_head,
+            max_requests=self.max_num_reqs,
+            width=self.num_speculative_steps,
+            draft_vocab=config.draft_vocab_size,
+            device=self.device,
+        )
         return model
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """vLLM's, but the reference cannot be captured: it looks at values on the host."""
+        if self.options.kernels == "reference":
+            cudagraph_mode = CUDAGraphMode.NONE
+        super().init_cudagraph_manager(cudagraph_mode)
 
     def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
         """Draft tokens and confidences of `num_reqs` rows from the backbone's hidden states."""
-        if self.draft_head is None:
+        if self.draft_head is None or self.ops is None:
             super()._sample_sequential(num_reqs, head_hidden)
             return
         width = self.num_speculative_steps
@@ -96,9 +121,23 @@ class DSparkProposer(StockSpeculator):
             self.draft_head, batch, SamplingState(self.temperature, self.seeds), out
         )
 
+    def _generate_draft(self, *args: Any, **kwargs: Any) -> None:
+        """Backbone and head; nothing when this step was ordered not to draft."""
+        if self.draft_next:
+            super()._generate_draft(*args, **kwargs)
+
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """vLLM's propose; counts real draft passes."""
+        """Store the context KV of the verified tokens and, unless skipped, draft a block.
+
+        Returns [num_reqs, K] draft tokens; -1 throughout when drafting is skipped.
+        """
+        started = time.perf_counter()
+        if not self.draft_next:
+            # Any graph holds the whole draft step, so a skipped one runs without.
+            kwargs["is_profile"] = True
         drafts: torch.Tensor = super().propose(*args, **kwargs)
-        if not kwargs.get("dummy_run", False):
-            self.draft_pass += 1
-        return drafts
+        if self.draft_next:
+            self.draft_ms = (time.perf_counter() - started) * 1e3
+            return drafts
+        self.draft_ms, self.draft_next = None, True
+        return torch.full_like(drafts, -1)

@@ -19,57 +19,92 @@ import numpy.typing as npt
 from vllm_dspark.errors import PlanError
 
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.integer]
 
 _FORCED = np.float32(2.0)  # above every survival
 _BARRED = np.float32(-1.0)  # below every survival
 
 
-def ranking_keys(
-    survival: FloatArray,  # [K, n]
-    capacity: IntArray,  # [n] drafts of each request that may be admitted
-    floor: IntArray,  # [n] drafts that must be
-) -> FloatArray:
-    """Sort keys [K, n]: survival, overruled by floors and capacities."""
-    positions = np.arange(survival.shape[0], dtype=np.int32)[:, None]
-    keys = np.where(positions < capacity, survival, _BARRED)
-    if floor.any():
-        np.copyto(keys, _FORCED, where=positions < floor)
-    return keys
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """All drafts of one step, sorted once; answers every budget. Built by `rank`."""
+
+    keys: FloatArray  # [K, n] survival, overruled by floor and capacity
+    ascending: FloatArray  # [K * n] sorted keys
+    least: int  # sum of floors
+    most: int  # sum of capacities
+    forced_gain: float  # survival of the drafts below the floors
+
+    def gains(self, budgets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Expected accepted drafts of ascending budgets between `least` and `most`."""
+        ends = budgets - self.least
+        last = int(ends[-1])
+        if last == 0:
+            return np.full(len(budgets), self.forced_gain)
+        descending = self.ascending[::-1][self.least : self.least + last]
+        starts = np.zeros(len(budgets), dtype=np.int64)
+        starts[1:] = ends[:-1]
+        segments = np.add.reduceat(descending, starts)
+        if ends[0] == 0:  # reduceat returns an element, not zero, for an empty segment
+            segments[0] = 0.0
+        segments[0] += self.forced_gain
+        gained: npt.NDArray[np.float64] = segments.cumsum(dtype=np.float64)
+        return gained
+
+    def total_gain(self) -> float:
+        """Expected accepted drafts if all are admitted."""
+        free = self.ascending[self.ascending.size - self.most :][: self.most - self.least]
+        return self.forced_gain + float(np.add.reduce(free))
+
+    def admit(self, budget: int) -> IntArray:
+        """Drafts admitted per request, [n], summing to `budget` exactly.
+
+        Equal to sorting by (key descending, position, request) and counting the first
+        `budget`: everything from the budget-th key up is in, less the last of those
+        equal to it in the C order of [K, n], which is (position, request).
+        """
+        if not self.least <= budget <= self.most:
+            raise PlanError(
+                f"budget {budget} cannot be met by floors summing to {self.least} and "
+                f"capacities summing to {self.most}"
+            )
+        num_requests = self.keys.shape[1]
+        if budget == 0:
+            return np.zeros(num_requests, dtype=np.int32)
+        threshold = self.ascending[self.ascending.size - budget]
+        admitted: IntArray = np.add.reduce(self.keys >= threshold, axis=0, dtype=np.int32)
+        excess = int(np.add.reduce(admitted)) - budget
+        if excess:  # ties at the threshold: the last of them stay out
+            tied = (self.keys == threshold).ravel().nonzero()[0][-excess:]
+            np.subtract.at(admitted, tied % num_requests, np.int32(1))
+        return admitted
 
 
-def admit(keys: FloatArray, budget: int) -> IntArray:
-    """Drafts admitted per request, [n], from keys [K, n] that never rise along K.
+def rank(survival: FloatArray, capacity: IntArray, floor: IntArray | None = None) -> Ranking:
+    """Rank drafts [K, n]; of request i at least floor[i] and at most capacity[i] are admitted."""
+    most = int(np.add.reduce(capacity))
+    least = 0 if floor is None else int(np.add.reduce(floor))
+    keys, forced_gain = survival, 0.0
+    if most < survival.size:
+        keys = np.where(_positions(survival) < capacity, survival, _BARRED)
+    if floor is not None and least:
+        below = _positions(survival) < floor
+        forced_gain = float(np.add.reduce(survival[below]))
+        keys = np.where(below, _FORCED, keys)
+    ascending = keys.flatten()
+    ascending.sort()
+    return Ranking(keys, ascending, least, most, forced_gain)
 
-    Equal to sorting by (key descending, position, request) and counting the first
-    `budget`: everything above the budget-th key is in, and C order of [K, n] is the
-    tie order among drafts equal to it.
-    """
-    num_requests = keys.shape[1]
-    if budget <= 0:
-        return np.zeros(num_requests, dtype=np.int32)
-    flat = keys.ravel()
-    cut = flat.size - budget
-    threshold = np.partition(flat, cut)[cut]
-    above = keys > threshold
-    admitted: IntArray = np.add.reduce(above, axis=0, dtype=np.int32)
-    missing = budget - int(np.add.reduce(admitted))
-    tied = np.flatnonzero(flat == threshold)[:missing] % num_requests
-    np.add.at(admitted, tied, np.int32(1))
-    return admitted
+
+def _positions(survival: FloatArray) -> IntArray:
+    return np.arange(survival.shape[0], dtype=np.int32)[:, None]
 
 
 def allocate(survival: FloatArray, capacity: IntArray, floor: IntArray, budget: int) -> IntArray:
-    """Admitted drafts per request, [n], summing to `budget` exactly."""
-    least, most = int(floor.sum()), int(capacity.sum())
-    if not least <= budget <= most or (floor > capacity).any():
-        raise PlanError(
-            f"budget {budget} cannot be met by floors summing to {least} and "
-            f"capacities summing to {most}"
-        )
-    if budget == most:
-        return capacity.astype(np.int32, copy=True)
-    return admit(ranking_keys(survival, capacity, floor), budget)
+    """Admitted drafts per request, [n]: the oracle of the device's allocation kernel."""
+    if (floor > capacity).any() or (capacity > survival.shape[0]).any():
+        raise PlanError("a floor exceeds its capacity, or a capacity the draft width")
+    return rank(survival, capacity, floor).admit(budget)
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,13 @@ class StepMode(Enum):
     EAGER = "eager"
     MIXED = "mixed"  # decode and prefill rows together
 
+    # Members are singletons; Enum's own __hash__ is a Python call per look-up.
+    __hash__ = object.__hash__
+
     @property
     def padded(self) -> bool:
         """Whether steps run at the next measured size instead of their own."""
-        return self in (StepMode.FULL, StepMode.PIECEWISE)
+        return self is StepMode.FULL or self is StepMode.PIECEWISE
 
 
 class StepShape(Enum):
@@ -59,6 +62,8 @@ class StepShape(Enum):
     RAGGED = "ragged"  # windows of different length
     NATIVE = "native"  # K + 1 rows per request
     SINGLE = "single"  # one row per request
+
+    __hash__ = object.__hash__
 
 
 GridKey = tuple[StepMode, StepShape]

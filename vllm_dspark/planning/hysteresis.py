@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from vllm_dspark.planning.plan import PlanKind, Reason
 
-_GAIN_REASON = {PlanKind.TRIM: Reason.TRIM_GAIN, PlanKind.SKIP_DRAFT: Reason.SKIP_GAIN}
+# Sums of the same survivals in another order differ by rounding; that is no gain.
+_ROUNDING = 1e-6
 
 
 @dataclass
@@ -35,25 +36,32 @@ class KindSelector:
 
     def select(self, native: float, trim: float, skip: float) -> tuple[PlanKind, Reason]:
         """Kind for this step from goodputs (0 where not on offer), and why."""
-        goodput = {PlanKind.TRIM: trim, PlanKind.SKIP_DRAFT: skip}
-        worth = {kind: value for kind, value in goodput.items() if self._worth(kind, value, native)}
-        if not worth:
+        current = self.kind
+        trim_worth = trim > native * (1.0 + self._margin(PlanKind.TRIM))
+        skip_worth = skip > native * (1.0 + self._margin(PlanKind.SKIP_DRAFT))
+        if not trim_worth and not skip_worth:
             self.reset()
-            better = max(trim, skip) > native
-            return self.kind, Reason.MIN_GAIN if better else Reason.NATIVE_BEST
-        wanted = max(worth, key=lambda kind: worth[kind])
-        current = worth.get(self.kind)
-        if current is not None and worth[wanted] <= current * (1.0 + self.min_gain / 2.0):
-            wanted = self.kind
+            gained = max(trim, skip) > native * (1.0 + _ROUNDING)
+            return self.kind, Reason.MIN_GAIN if gained else Reason.NATIVE_BEST
+        if trim_worth and skip_worth:
+            bar = 1.0 + self.min_gain / 2.0  # between the two, the current one is favoured
+            if current is PlanKind.SKIP_DRAFT:
+                skip *= bar
+            elif current is PlanKind.TRIM:
+                trim *= bar
+            wanted = PlanKind.TRIM if trim >= skip else PlanKind.SKIP_DRAFT
+        else:
+            wanted = PlanKind.TRIM if trim_worth else PlanKind.SKIP_DRAFT
         self._streak = self._streak + 1 if wanted is self._wanted else 1
         self._wanted = wanted
-        if self._streak >= self.steps or self.kind is PlanKind.SKIP_DRAFT:
+        if self._streak >= self.steps or current is PlanKind.SKIP_DRAFT:
             self.kind = wanted
-        elif current is None:
+        elif current is PlanKind.NATIVE or not trim_worth:
             self.kind = PlanKind.NATIVE
             return self.kind, Reason.HYSTERESIS
-        return self.kind, _GAIN_REASON[self.kind]
+        trimming = self.kind is PlanKind.TRIM
+        return self.kind, Reason.TRIM_GAIN if trimming else Reason.SKIP_GAIN
 
-    def _worth(self, kind: PlanKind, goodput: float, native: float) -> bool:
-        margin = self.min_gain / 2.0 if kind is self.kind else self.min_gain
-        return goodput > native * (1.0 + margin)
+    def _margin(self, kind: PlanKind) -> float:
+        gain = self.min_gain / 2.0 if kind is self.kind else self.min_gain
+        return gain + _ROUNDING

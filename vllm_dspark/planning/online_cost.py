@@ -15,6 +15,7 @@ limit after enough samples is reported; `corrected_table` is what gets persisted
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,6 +40,8 @@ _RATE_MODE = 0.02
 _RATE_CELL = 0.05
 _DRAFT: GridKey | None = None  # key of the drafter's curve among the corrections
 _MIN_DRIFT_SAMPLES = 50
+_KV_STEPS = 512  # distinct kv loads up to the last measured one
+_REFRESH = 8  # observations between recomputations of the prices
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,17 @@ class _Correction:
     residual: Float64Array  # [sizes]
     samples: IntArray  # [sizes]
     cells: Float64Array  # [kv, sizes], corrected
+    quantum: int  # kv loads are rounded to multiples of this, so prices can be kept
+    kv_tokens: int = -1  # load that `times` is for
+    times: Float64Array | None = None  # [sizes]
+
+    def at(self, kv_tokens: int) -> Float64Array:
+        """Times of all sizes at a kv load, kept while the load is about the same."""
+        rounded = kv_tokens // self.quantum
+        if self.times is None or rounded != self.kv_tokens:
+            self.times = self.grid.at(rounded * self.quantum, self.cells)
+            self.kv_tokens = rounded
+        return self.times
 
 
 class CostModel:
@@ -71,6 +85,8 @@ class CostModel:
         self.online = online
         self._mode_factor = dict.fromkeys(StepMode, 0.0)
         self._draft_factor = 0.0
+        self._until_refresh = _REFRESH
+        self._draft_ms: dict[int, float] = {}  # by request count, until the next refresh
         grids: dict[GridKey | None, CostGrid] = dict(table.grids.items())
         grids[_DRAFT] = table.draft
         self._corrections = {
@@ -79,39 +95,45 @@ class CostModel:
                 np.zeros(len(grid.sizes)),
                 np.zeros(len(grid.sizes), dtype=np.int64),
                 np.maximum.accumulate(grid.median_ms, axis=1),
+                max(1, grid.kv_tokens[-1] // _KV_STEPS),
             )
             for key, grid in grids.items()
         }
 
     def axis(
-        self, mode: StepMode, shape: StepShape, kv_tokens: float
+        self, mode: StepMode, shape: StepShape, kv_tokens: int
     ) -> tuple[IntArray, Float64Array] | None:
         """Sizes and their verification times at a kv load, or None if never measured."""
         key = self.table.resolve(mode, shape)
         if key is None:
             return None
         state = self._corrections[key]
-        return state.grid.size_array, state.grid.at(kv_tokens, state.cells)
+        return state.grid.size_array, state.at(kv_tokens)
 
     def step_ms(
-        self, mode: StepMode, shape: StepShape, kv_tokens: float, num_tokens: int
+        self, mode: StepMode, shape: StepShape, kv_tokens: int, num_tokens: int
     ) -> tuple[int, float] | None:
         """Padded size and verification time of one step; None if it cannot be priced."""
-        axis = self.axis(mode, shape, kv_tokens)
-        if axis is None:
+        key = self.table.resolve(mode, shape)
+        if key is None:
             return None
-        sizes, times = axis
-        index = int(sizes.searchsorted(num_tokens))
-        if mode.padded:
-            if index == len(sizes):
-                return None
-            return int(sizes[index]), float(times[index])
-        return num_tokens, interpolate(sizes, times, num_tokens)
+        state = self._corrections[key]
+        if not mode.padded:
+            times = state.at(kv_tokens)
+            return num_tokens, interpolate(state.grid.size_array, times, num_tokens)
+        index = bisect_left(state.grid.sizes, num_tokens)
+        if index == len(state.grid.sizes):
+            return None
+        return state.grid.sizes[index], float(state.at(kv_tokens)[index])
 
     def draft_ms(self, num_requests: int) -> float:
         """Time of one draft pass."""
-        state = self._corrections[_DRAFT]
-        return interpolate(state.grid.size_array, state.cells[0], num_requests)
+        known = self._draft_ms.get(num_requests)
+        if known is None:
+            state = self._corrections[_DRAFT]
+            known = interpolate(state.grid.size_array, state.cells[0], num_requests)
+            self._draft_ms[num_requests] = known
+        return known
 
     def observe(self, timing: StepTiming) -> None:
         """Correct prices with one measured step."""
@@ -124,14 +146,13 @@ class CostModel:
             factor = self._mode_factor[timing.mode] + _RATE_MODE * innovation
             self._mode_factor[timing.mode] = _bounded(factor, BOUND_MODE)
             self._move(key, timing.num_tokens, innovation)
-            for other in self.table.grids:
-                if other[0] is timing.mode:
-                    self._refresh(other)
         if timing.draft_ms is not None:
             innovation = _innovation(timing.draft_ms, self.draft_ms(timing.num_requests))
             self._draft_factor = _bounded(self._draft_factor + _RATE_MODE * innovation, BOUND_MODE)
             self._move(_DRAFT, timing.num_requests, innovation)
-            self._refresh(_DRAFT)
+        self._until_refresh -= 1
+        if self._until_refresh <= 0:
+            self._refresh()
 
     def drift(self, limit: float) -> list[Drift]:
         """Cells whose correction exceeds `limit` (0.25 = 25 % either way), worst first."""
@@ -153,6 +174,7 @@ class CostModel:
 
     def corrected_table(self) -> CostTable:
         """The table with corrections applied, for persisting."""
+        self._refresh()
         grids = {
             key: replace(grid, median_ms=self._corrections[key].cells.copy())
             for key, grid in self.table.grids.items()
@@ -171,11 +193,14 @@ class CostModel:
         moved = state.residual[j] + _RATE_CELL * innovation
         state.residual[j] = _bounded(float(moved), BOUND_CELL)
 
-    def _refresh(self, key: GridKey | None) -> None:
-        """Recompute a grid's cells; more tokens never cost less."""
-        state = self._corrections[key]
-        scaled = state.grid.median_ms * np.exp(state.residual + self._factor(key))
-        np.maximum.accumulate(scaled, axis=1, out=state.cells)
+    def _refresh(self) -> None:
+        """Recompute all prices; more tokens never cost less."""
+        self._until_refresh = _REFRESH
+        for key, state in self._corrections.items():
+            scaled = state.grid.median_ms * np.exp(state.residual + self._factor(key))
+            np.maximum.accumulate(scaled, axis=1, out=state.cells)
+            state.times = None
+        self._draft_ms.clear()
 
 
 def interpolate(sizes: IntArray, times: Float64Array, size: int) -> float:

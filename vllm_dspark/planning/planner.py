@@ -12,7 +12,8 @@ finds (SKIP_LEFTOVER) and makes no new ones; then steps are SINGLE. Every
 `probe_interval` steps one of them drafts (PROBE_DRAFT) and the next verifies the few
 drafts that fit the next padded size (PROBE_VERIFY), so acceptance stays measured.
 When drafting pays again, the step that notices drafts (NO_DRAFTS) and the next one
-verifies: speculation is back within two steps.
+verifies: speculation is back within two steps. Steps with prefill rows stay as they
+are otherwise, but do not end a pause.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,10 +21,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from vllm_dspark.planning.allocation import allocate
+from vllm_dspark.planning.allocation import Ranking, rank
 from vllm_dspark.planning.budget import Option, StepRows, best_ragged, uniform
 from vllm_dspark.planning.cost import StepMode, StepShape
 from vllm_dspark.planning.drain import DrainWatch, delay_ms
+from vllm_dspark.planning.facts import PlannerOptions, StepFacts
+from vllm_dspark.planning.forced import forced_windows
 from vllm_dspark.planning.hysteresis import KindSelector
 from vllm_dspark.planning.online_cost import CostModel
 from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan, request_digest
@@ -31,53 +34,26 @@ from vllm_dspark.planning.survival import survival
 from vllm_dspark.planning.table import RequestBatch
 
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.integer]
+OwnerArray = npt.NDArray[np.int64]
 
 # After this many native decisions in a row on an unchanged batch, only every
 # _LAZY_PERIOD-th step is worked out: native steps should cost nothing.
 _LAZY_AFTER = 16
 _LAZY_PERIOD = 8
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerOptions:
-    """The planner's share of DSparkConfig (which explains the options)."""
-
-    min_gain: float = 0.04
-    hysteresis_steps: int = 4
-    drain_guard: bool = True
-    skip_draft: bool = True
-    probe_interval: int = 32
-    request_floor: int = 0
-    device_windows: bool = False  # windows are set on device: plans carry none
-    mixed: bool = False  # evidence allows to trim steps with prefill rows
-    lazy: bool = True  # see _LAZY_AFTER
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """What the engine knows about a step before it runs. Filled by integration/."""
-
-    step_id: int
-    mode: StepMode  # that a ragged step would run in
-    native_mode: StepMode  # that a full-width step would run in
-    kv_tokens: int  # KV tokens that attention will read
-    reserved_rows: int = 0  # rows of prefill chunks and whatever else is not in the batch
-    reserved_sampling: int = 0  # of the requests behind those rows, how many emit a token
-    num_waiting: int = 0
-    num_arrived: int = 0  # requests that joined since the previous plan
-    max_tokens: int = 2**31 - 1  # rows a step may have
+_MODES = (StepMode.FULL, StepMode.PIECEWISE, StepMode.EAGER)
 
 
 @dataclass(slots=True)
 class _Evaluation:
-    """The options of one step; `trim`, `skip` are None where not on offer."""
+    """What the kinds promise in one step; None where a kind is not on offer."""
 
     native: Option | None
     trim: Option | None
     skip: Option | None
     survival: FloatArray  # [K, n]
-    counts_ahead: bool  # drafts are missing: priced as if every request had K
+    ranking: Ranking  # of the drafts the promises are about
+    incomplete: bool  # some drafts are missing, so the promises are about later steps
 
 
 @dataclass
@@ -98,22 +74,56 @@ class Planner:
     def plan(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
         """Decide one step."""
         draining = self._drain.update(batch.owner.size, facts.num_arrived, facts.num_waiting)
-        if (reason := self._standing_aside(facts, batch)) is not None:
-            self._native_streak = 0
-            return self._finish(native_plan(facts, batch, reason, self.options.device_windows))
-        if (repeated := self._repeat(facts, batch)) is not None:
-            return self._finish(repeated)
+        reason = self._standing_aside(facts, batch)
+        if reason is not None:
+            return self._finish(self._native(facts, batch, reason, None))
+        if self.options.test_windows is not None:
+            return self._finish(self._forced(facts, batch))
         seen = self._evaluate(facts, batch)
         if seen.native is None or (seen.trim is None and seen.skip is None):
             self.selector.reset()
-            plan = native_plan(facts, batch, Reason.UNPRICED, self.options.device_windows)
-            return self._finish(plan)
+            return self._finish(self._native(facts, batch, Reason.UNPRICED, None))
         kind, reason = self.selector.select(
             seen.native.goodput,
             seen.trim.goodput if seen.trim else 0.0,
             seen.skip.goodput if seen.skip else 0.0,
         )
-        return self._finish(self._execute(facts, batch, seen, kind, reason, draining))
+        if kind is PlanKind.SKIP_DRAFT:
+            plan = self._pause(facts, batch, seen)
+        elif not np.count_nonzero(batch.num_drafts):
+            plan = self._single(facts, batch, seen, Reason.NO_DRAFTS, draft_next=True)
+        elif kind is PlanKind.TRIM:
+            plan = self._trim_or_native(facts, batch, seen, reason, draining)
+        else:
+            plan = self._native(facts, batch, reason, seen.native)
+        return self._finish(plan)
+
+    def shortcut(
+        self, facts: StepFacts, owner: OwnerArray, num_drafts: IntArray
+    ) -> VerifyPlan | None:
+        """The settled native decision once more, before a batch is even gathered.
+
+        None when the step must be planned: try this first, then `plan`.
+        """
+        last, streak = self._last, self._native_streak
+        if not self.options.lazy or last is None or streak < _LAZY_AFTER:
+            return None
+        if streak % _LAZY_PERIOD == 0 or facts.num_arrived or facts.reserved_rows:
+            return None
+        if last.num_requests != owner.size or facts.mode is StepMode.MIXED:
+            return None
+        self._drain.update(owner.size, 0, facts.num_waiting)
+        windows: tuple[int, ...] = ()
+        if not self.options.device_windows:
+            windows = tuple((num_drafts + 1).tolist())
+        plan = replace(
+            last,
+            step_id=facts.step_id,
+            digest=request_digest(owner),
+            budget=int(np.add.reduce(num_drafts)),
+            windows=windows,
+        )
+        return self._finish(plan)
 
     # ---- before any arithmetic
 
@@ -121,223 +131,229 @@ class Planner:
         """Why this step is native whatever the numbers say, if so."""
         if batch.owner.size == 0:
             return Reason.EMPTY
-        if batch.excluded.any():
+        if np.count_nonzero(batch.excluded):
             return Reason.EXCLUDED
         if (facts.reserved_rows or facts.mode is StepMode.MIXED) and not self.options.mixed:
             return Reason.MIXED
-        if not batch.known.any():
+        if not np.count_nonzero(batch.known) and self.options.test_windows is None:
             return Reason.UNKNOWN
         return None
-
-    def _repeat(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan | None:
-        """The last native decision again, while nothing has changed for long."""
-        last = self._last
-        if not self.options.lazy or last is None or last.num_requests != batch.owner.size:
-            self._native_streak = 0
-            return None
-        streak = self._native_streak
-        if streak < _LAZY_AFTER or streak % _LAZY_PERIOD == 0 or facts.num_arrived:
-            return None
-        again = native_plan(facts, batch, last.reason, self.options.device_windows)
-        return replace(
-            again,
-            padded_tokens=last.padded_tokens,
-            predicted_ms=last.predicted_ms,
-            predicted_tokens=last.predicted_tokens,
-            native_ms=last.native_ms,
-            native_tokens=last.native_tokens,
-        )
 
     # ---- what each kind promises
 
     def _evaluate(self, facts: StepFacts, batch: RequestBatch) -> _Evaluation:
         """Goodput of the three kinds, as if every request had its K drafts.
 
-        A step right after a pause has none; what it should do next is a matter of
-        what drafts would give, not of what happens to be there.
+        A step right after a pause has none; whether to draft is a matter of what
+        drafts would give, not of what happens to be there.
         """
-        num_requests, width = batch.owner.size, batch.num_positions
         alive = survival(batch.acceptance)
-        ahead = bool((batch.num_drafts < width).any())
-        capacity = batch.capacity
-        scheduled = num_requests * width
-        draft_ms = self.cost.draft_ms(num_requests)
-        overhead = self.cost.table.overhead_ms
+        num_requests, width = batch.owner.size, batch.num_positions
+        ranking = self._rank(batch, alive, batch.capacity)
         rows = self._rows(facts, batch)
+        overhead = self.cost.table.overhead_ms
+        drafted = overhead + self.cost.draft_ms(num_requests)
         native = uniform(
             self.cost,
             facts.native_mode,
             StepShape.NATIVE,
             rows,
-            scheduled,
-            float(within(alive, capacity).sum()),
-            draft_ms + overhead,
+            num_requests * width,
+            ranking.total_gain(),
+            drafted,
         )
-        trim = best_ragged(
-            self.cost,
-            facts.mode,
-            rows,
-            alive,
-            capacity,
-            self._floor(batch, capacity),
-            draft_ms + overhead + self._allocation_ms(),
-        )
+        ragged = drafted + self._allocation_ms()
+        trim = best_ragged(self.cost, facts.mode, rows, ranking, ragged)
         skip = None
-        if self.options.skip_draft and not facts.reserved_rows and not batch.reserved.any():
+        if self.options.skip_draft and not np.count_nonzero(batch.reserved):
             skip = uniform(self.cost, facts.mode, StepShape.SINGLE, rows, 0, 0.0, overhead)
-        return _Evaluation(native, trim, skip, alive, ahead)
+        incomplete = int(np.add.reduce(batch.num_drafts)) < num_requests * width
+        return _Evaluation(native, trim, skip, alive, ranking, incomplete)
 
     def _rows(self, facts: StepFacts, batch: RequestBatch) -> StepRows:
         num_requests = batch.owner.size
         return StepRows(
             base=facts.reserved_rows + num_requests,
-            num_requests=num_requests,
             num_sampling=facts.reserved_sampling + num_requests,
             kv_tokens=facts.kv_tokens,
-            max_tokens=facts.max_tokens,
         )
 
-    def _floor(self, batch: RequestBatch, capacity: IntArray) -> IntArray:
-        floor = np.minimum(capacity, np.int32(self.options.request_floor))
-        if batch.reserved.any():
+    def _rank(self, batch: RequestBatch, alive: FloatArray, capacity: IntArray) -> Ranking:
+        floor = None
+        reserved = np.count_nonzero(batch.reserved)
+        if reserved or self.options.request_floor:
+            floor = np.minimum(capacity, np.int32(self.options.request_floor))
             np.copyto(floor, capacity, where=batch.reserved)
-        return floor
+        return rank(alive, capacity, floor)
+
+    def _rank_here(self, batch: RequestBatch, seen: _Evaluation) -> Ranking:
+        """Ranking of the drafts that really are there."""
+        if not seen.incomplete:
+            return seen.ranking
+        return self._rank(batch, seen.survival, np.minimum(batch.capacity, batch.num_drafts))
 
     def _allocation_ms(self) -> float:
         return self.cost.table.allocation_ms if self.options.device_windows else 0.0
 
     # ---- from kind to plan
 
-    def _execute(
+    def _trim_or_native(
         self,
         facts: StepFacts,
         batch: RequestBatch,
         seen: _Evaluation,
-        kind: PlanKind,
         reason: Reason,
         draining: bool,
     ) -> VerifyPlan:
-        """The plan of the chosen kind for the drafts that really are there."""
-        have = bool(batch.num_drafts.any())
-        if kind is PlanKind.SKIP_DRAFT:
-            return self._pause(facts, batch, seen, have)
-        if not have:
-            plan = self._single(facts, batch, seen, Reason.NO_DRAFTS)
-            return replace(plan, draft_next=True)
-        if kind is PlanKind.TRIM:
-            option = seen.trim
-            if seen.counts_ahead:
-                option = self._best_here(facts, batch, seen, drafting=True)
-            if option is not None:
-                plan = self._trim(facts, batch, seen, option, reason)
-                if not (draining and self.options.drain_guard and self._delays(batch, seen, plan)):
-                    return plan
-                reason = Reason.DRAIN_GUARD
-        plan = native_plan(facts, batch, reason, self.options.device_windows)
-        return self._priced(plan, seen.native, seen.native)
+        ranking, option = self._rank_here(batch, seen), seen.trim
+        if seen.incomplete:
+            option = self._best_here(facts, batch, ranking, drafting=True)
+        if option is None:
+            return self._native(facts, batch, Reason.UNPRICED, seen.native)
+        guarded = draining and self.options.drain_guard
+        if guarded and self._delays(batch, seen, ranking, option):
+            return self._native(facts, batch, Reason.DRAIN_GUARD, seen.native)
+        return self._trim(facts, batch, seen, reason, option, ranking, draft_next=True)
 
-    def _pause(
-        self, facts: StepFacts, batch: RequestBatch, seen: _Evaluation, have: bool
-    ) -> VerifyPlan:
+    def _pause(self, facts: StepFacts, batch: RequestBatch, seen: _Evaluation) -> VerifyPlan:
         """A step while drafting is skipped."""
-        if have:
-            probe = self._probing
-            option = self._best_here(facts, batch, seen, drafting=False, probe=probe)
+        ranking = self._rank_here(batch, seen)
+        if np.count_nonzero(batch.num_drafts) and ranking.most:
+            if self._probing:
+                reason, option = Reason.PROBE_VERIFY, self._probe(facts, batch, ranking)
+            else:
+                reason = Reason.SKIP_LEFTOVER
+                option = self._best_here(facts, batch, ranking, drafting=False)
             if option is not None and option.budget > 0:
-                reason = Reason.PROBE_VERIFY if probe else Reason.SKIP_LEFTOVER
-                plan = self._trim(facts, batch, seen, option, reason)
-                return replace(plan, draft_next=False)
+                return self._trim(facts, batch, seen, reason, option, ranking, draft_next=False)
         if self._since_draft + 1 >= self.options.probe_interval:
-            plan = self._single(facts, batch, seen, Reason.PROBE_DRAFT)
-            return replace(plan, draft_next=True)
-        return self._single(facts, batch, seen, Reason.SKIP_GAIN)
+            return self._single(facts, batch, seen, Reason.PROBE_DRAFT, draft_next=True)
+        return self._single(facts, batch, seen, Reason.SKIP_GAIN, draft_next=False)
 
     def _best_here(
-        self,
-        facts: StepFacts,
-        batch: RequestBatch,
-        seen: _Evaluation,
-        drafting: bool,
-        probe: bool = False,
+        self, facts: StepFacts, batch: RequestBatch, ranking: Ranking, drafting: bool
     ) -> Option | None:
-        """Best budget for the drafts at hand; a probe fills just the next size."""
-        capacity = np.minimum(batch.capacity, batch.num_drafts)
-        fixed = self.cost.table.overhead_ms + self._allocation_ms()
+        """Best budget for the drafts at hand."""
+        fixed_ms = self.cost.table.overhead_ms + self._allocation_ms()
         if drafting:
-            fixed += self.cost.draft_ms(batch.owner.size)
+            fixed_ms += self.cost.draft_ms(batch.owner.size)
+        return best_ragged(self.cost, facts.mode, self._rows(facts, batch), ranking, fixed_ms)
+
+    def _probe(self, facts: StepFacts, batch: RequestBatch, ranking: Ranking) -> Option | None:
+        """As many drafts as fill the first padded size with room for K of them."""
         rows = self._rows(facts, batch)
-        floor = self._floor(batch, capacity)
-        if probe:
-            enough = min(batch.num_positions, int(capacity.sum()))
-            priced = self.cost.step_ms(
-                facts.mode, StepShape.RAGGED, facts.kv_tokens, rows.base + enough
-            )
-            if priced is None:
-                return None
-            budget = min(priced[0] - rows.base, int(capacity.sum()))
-            rows = replace(rows, max_tokens=min(rows.max_tokens, rows.base + budget))
-            floor = allocate(seen.survival, capacity, np.zeros_like(capacity), budget)
-        return best_ragged(self.cost, facts.mode, rows, seen.survival, capacity, floor, fixed)
+        wanted = rows.base + max(ranking.least, min(batch.num_positions, ranking.most))
+        priced = self.cost.step_ms(facts.mode, StepShape.RAGGED, facts.kv_tokens, wanted)
+        if priced is None:
+            return None
+        padded, ms = priced
+        budget = min(padded, rows.base + ranking.most) - rows.base
+        gain = float(ranking.gains(np.array([budget]))[0])
+        fixed_ms = self.cost.table.overhead_ms + self._allocation_ms()
+        return Option(budget, padded, ms + fixed_ms, rows.num_sampling + gain)
+
+    def _delays(
+        self, batch: RequestBatch, seen: _Evaluation, ranking: Ranking, trim: Option
+    ) -> bool:
+        """Whether a trimmed step loses more in the tail of the batch than it saves now."""
+        if seen.native is None:
+            return False
+        tail_ms = self.cost.table.overhead_ms + self.cost.draft_ms(1)
+        for mode in _MODES:
+            priced = self.cost.step_ms(mode, StepShape.NATIVE, 0, batch.num_positions + 1)
+            if priced is not None:
+                tail_ms += priced[1]
+                break
+        full, kept = ranking.admit(ranking.most), ranking.admit(trim.budget)
+        later = delay_ms(seen.survival, full, kept, batch.remaining, tail_ms)
+        return seen.native.ms - trim.ms <= later
+
+    # ---- the plans themselves
+
+    def _native(
+        self, facts: StepFacts, batch: RequestBatch, reason: Reason, own: Option | None
+    ) -> VerifyPlan:
+        """All drafts there are; drafts again unless a pause is on."""
+        drafting = self.selector.kind is not PlanKind.SKIP_DRAFT
+        budget = int(np.add.reduce(batch.num_drafts))
+        kind = PlanKind.NATIVE
+        return self._plan(facts, batch, kind, reason, budget, batch.num_drafts, drafting, own, own)
 
     def _trim(
         self,
         facts: StepFacts,
         batch: RequestBatch,
         seen: _Evaluation,
-        option: Option,
         reason: Reason,
+        option: Option,
+        ranking: Ranking,
+        draft_next: bool,
+    ) -> VerifyPlan:
+        admitted = None
+        if not self.options.device_windows:
+            admitted = ranking.admit(option.budget)
+        return self._plan(
+            facts,
+            batch,
+            PlanKind.TRIM,
+            reason,
+            option.budget,
+            admitted,
+            draft_next,
+            option,
+            seen.native,
+        )
+
+    def _single(
+        self,
+        facts: StepFacts,
+        batch: RequestBatch,
+        seen: _Evaluation,
+        reason: Reason,
+        draft_next: bool,
+    ) -> VerifyPlan:
+        nothing = np.zeros_like(batch.num_drafts)
+        kind = PlanKind.SKIP_DRAFT
+        return self._plan(
+            facts, batch, kind, reason, 0, nothing, draft_next, seen.skip, seen.native
+        )
+
+    def _forced(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
+        """Windows prescribed by a test; these reach the device too."""
+        spec, seed = self.options.test_windows, self.options.test_windows_seed
+        windows = forced_windows(spec, seed, facts.step_id, batch.num_drafts, batch.num_positions)
+        budget = int(windows.sum()) - windows.size
+        full = budget == int(batch.num_drafts.sum())
+        kind = PlanKind.NATIVE if full else PlanKind.TRIM
+        plan = self._plan(facts, batch, kind, Reason.FORCED, budget, None, True, None, None)
+        return replace(plan, windows=tuple(windows.tolist()))
+
+    def _plan(
+        self,
+        facts: StepFacts,
+        batch: RequestBatch,
+        kind: PlanKind,
+        reason: Reason,
+        budget: int,
+        admitted: IntArray | None,
+        draft_next: bool,
+        own: Option | None,
+        native: Option | None,
     ) -> VerifyPlan:
         windows: tuple[int, ...] = ()
-        if not self.options.device_windows:
-            windows = tuple((self._admitted(batch, seen, option.budget) + 1).tolist())
-        plan = VerifyPlan(
+        if admitted is not None and not self.options.device_windows:
+            windows = tuple((admitted + 1).tolist())
+        return VerifyPlan(
             step_id=facts.step_id,
             digest=request_digest(batch.owner),
             num_requests=batch.owner.size,
             num_positions=batch.num_positions,
-            kind=PlanKind.TRIM,
+            kind=kind,
             reason=reason,
-            budget=option.budget,
-            padded_tokens=0,
-            draft_next=True,
-            windows=windows,
-            predicted_ms=0.0,
-            predicted_tokens=0.0,
-            native_ms=0.0,
-            native_tokens=0.0,
-        )
-        return self._priced(plan, option, seen.native)
-
-    def _admitted(self, batch: RequestBatch, seen: _Evaluation, budget: int) -> IntArray:
-        capacity = np.minimum(batch.capacity, batch.num_drafts)
-        return allocate(seen.survival, capacity, self._floor(batch, capacity), budget)
-
-    def _delays(self, batch: RequestBatch, seen: _Evaluation, plan: VerifyPlan) -> bool:
-        """Whether a trimmed step loses more in the tail of the batch than it saves now."""
-        admitted = self._admitted(batch, seen, plan.budget)
-        width = batch.num_positions
-        tail = self.cost.table.overhead_ms + self.cost.draft_ms(1)
-        for mode in (StepMode.FULL, StepMode.PIECEWISE, StepMode.EAGER):
-            priced = self.cost.step_ms(mode, StepShape.NATIVE, 0, width + 1)
-            if priced is not None:
-                tail += priced[1]
-                break
-        native = np.minimum(batch.capacity, batch.num_drafts)
-        later = delay_ms(seen.survival, native, admitted, batch.remaining, tail)
-        return plan.native_ms - plan.predicted_ms <= later
-
-    def _single(
-        self, facts: StepFacts, batch: RequestBatch, seen: _Evaluation, reason: Reason
-    ) -> VerifyPlan:
-        windows = () if self.options.device_windows else (1,) * batch.owner.size
-        plan = native_plan(facts, batch, reason, True)
-        plan = replace(plan, kind=PlanKind.SKIP_DRAFT, budget=0, windows=windows, draft_next=False)
-        return self._priced(plan, seen.skip, seen.native)
-
-    def _priced(self, plan: VerifyPlan, own: Option | None, native: Option | None) -> VerifyPlan:
-        return replace(
-            plan,
+            budget=budget,
             padded_tokens=own.padded_tokens if own else 0,
+            draft_next=draft_next,
+            windows=windows,
             predicted_ms=own.ms if own else 0.0,
             predicted_tokens=own.tokens if own else 0.0,
             native_ms=native.ms if native else 0.0,
@@ -348,36 +364,7 @@ class Planner:
         """Advance what depends on the plan that was made."""
         self._probing = plan.reason is Reason.PROBE_DRAFT
         self._since_draft = 0 if plan.draft_next else self._since_draft + 1
-        settled = plan.reason is Reason.NATIVE_BEST
+        settled = plan.reason in (Reason.NATIVE_BEST, Reason.MIN_GAIN)
         self._native_streak = self._native_streak + 1 if settled else 0
         self._last = plan
         return plan
-
-
-def native_plan(
-    facts: StepFacts, batch: RequestBatch, reason: Reason, device_windows: bool
-) -> VerifyPlan:
-    """Every scheduled draft is verified and the drafter runs."""
-    num_drafts = batch.num_drafts
-    return VerifyPlan(
-        step_id=facts.step_id,
-        digest=request_digest(batch.owner),
-        num_requests=batch.owner.size,
-        num_positions=batch.num_positions,
-        kind=PlanKind.NATIVE,
-        reason=reason,
-        budget=int(np.add.reduce(num_drafts)),
-        padded_tokens=0,
-        draft_next=True,
-        windows=() if device_windows else tuple((num_drafts + 1).tolist()),
-        predicted_ms=0.0,
-        predicted_tokens=0.0,
-        native_ms=0.0,
-        native_tokens=0.0,
-    )
-
-
-def within(alive: FloatArray, capacity: IntArray) -> FloatArray:
-    """Survivals [K, n] with those at or above each request's capacity set to zero."""
-    positions = np.arange(alive.shape[0], dtype=np.int32)[:, None]
-    return np.where(positions < capacity, alive, np.float32(0.0))

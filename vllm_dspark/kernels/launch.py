@@ -1,0 +1,204 @@
+"""Launch tables: one frozen record per kernel, architecture and shape class. Nothing is autotuned.
+
+A launch is chosen once, when buffers are made, so that a captured graph and every replay of it run
+the same code; two ranks with the same GPU always choose the same. Entries for sm_90 are meant to be
+revised from ``benchmarks/kernels``. Entries for sm_100, sm_103 and sm_120 were compiled (shared
+memory, registers, instructions: docs/kernels.md) and have NOT run on such a part.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+# Shared memory one block may use, bytes (CUDA programming guide, compute capabilities).
+SHARED_MEMORY_LIMIT: Final = {80: 166_912, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
+ARCHITECTURES: Final = tuple(SHARED_MEMORY_LIMIT)
+# Streaming multiprocessors assumed when the device is not there to be asked (A100, H100/H200,
+# B200, B300, RTX PRO 6000).
+_TYPICAL_SMS: Final = {80: 108, 90: 132, 100: 148, 103: 148, 120: 188}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a launch table needs to know about the device."""
+
+    arch: int  # one of ARCHITECTURES
+    num_sms: int
+
+
+def describe_device(device: torch.device) -> Device:
+    """The device's table key; a CPU (Triton's interpreter) is treated as a small sm_90."""
+    if device.type != "cuda":
+        return Device(arch=90, num_sms=4)
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major * 10 + properties.minor
+    # An unlisted part uses the newest listed one that is not newer than itself.
+    known = [arch for arch in ARCHITECTURES if arch <= capability]
+    if not known:
+        raise ValueError(
+            f"compute capability {capability / 10:.1f} is below 8.0, the oldest these kernels are "
+            "compiled for; use kernels='reference'"
+        )
+    return Device(arch=max(known), num_sms=properties.multi_processor_count)
+
+
+def typical_device(arch: int) -> Device:
+    """A stand-in for a part that is not present (cross-compilation)."""
+    return Device(arch=arch, num_sms=_TYPICAL_SMS[arch])
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLaunch:
+    """Tile and pipeline of the paged attention kernels."""
+
+    block_n: int  # keys per step
+    num_warps: int
+    num_stages: int
+    blocks_per_sm: int  # resident blocks the tile is sized for
+    waves: int = 2  # work items aimed at, in full waves of resident blocks
+    min_chunk: int = 256  # keys below which a KV chunk is not worth its partial result
+
+
+# (query rows up to, head_dim up to) -> launch. First match in this order wins.
+_Table = tuple[tuple[int, int, AttentionLaunch], ...]
+
+# A100: cp.async, mma.sync; 164 KB of shared memory.
+_ATTENTION_SM80: Final[_Table] = (
+    (32, 64, AttentionLaunch(64, 4, 4, 3)),
+    (32, 128, AttentionLaunch(64, 4, 3, 1)),
+    (32, 256, AttentionLaunch(32, 4, 3, 1)),
+    (64, 128, AttentionLaunch(64, 4, 3, 1)),
+    (64, 256, AttentionLaunch(32, 4, 2, 1)),
+    (128, 128, AttentionLaunch(64, 8, 2, 1)),
+    (128, 256, AttentionLaunch(32, 8, 2, 1)),
+)
+# H100/H200: two blocks of three stages keep ~128 KB of K and V in flight per SM; Little's law asks
+# for 30 KB. 64 rows and more go to wgmma.
+_ATTENTION_SM90: Final[_Table] = (
+    (32, 64, AttentionLaunch(128, 4, 3, 2)),
+    (32, 128, AttentionLaunch(64, 4, 3, 2)),
+    (32, 256, AttentionLaunch(32, 4, 3, 2)),
+    (64, 64, AttentionLaunch(128, 4, 3, 2)),
+    (64, 128, AttentionLaunch(64, 4, 3, 2)),
+    (64, 256, AttentionLaunch(64, 8, 2, 1)),
+    (128, 128, AttentionLaunch(64, 8, 3, 1)),
+    (128, 256, AttentionLaunch(64, 8, 2, 1)),
+)
+# B200/B300, never run. 8 TB/s over 148 SMs asks for 60 KB in flight per SM, hence larger key tiles
+# where mma.sync is used (rows <= 32). tcgen05 wants 64 or 128 rows and keeps its accumulator in
+# tensor memory, so registers do not limit the 128-row tile: 4 warps suffice at head_dim <= 128.
+_ATTENTION_SM100: Final[_Table] = (
+    (32, 64, AttentionLaunch(128, 4, 3, 2)),
+    (32, 128, AttentionLaunch(64, 4, 3, 2)),
+    (32, 256, AttentionLaunch(32, 4, 3, 2)),
+    (64, 128, AttentionLaunch(64, 4, 3, 1)),
+    (64, 256, AttentionLaunch(64, 8, 2, 1)),
+    (128, 128, AttentionLaunch(64, 4, 3, 1)),
+    (128, 256, AttentionLaunch(64, 8, 2, 1)),
+)
+# RTX PRO 6000 (sm_120), never run: mma.sync as on Ampere and only 99 KB of shared memory, so two
+# stages where Ampere has three and narrower key tiles at head_dim 256.
+_ATTENTION_SM120: Final[_Table] = (
+    (32, 64, AttentionLaunch(64, 4, 3, 1)),
+    (32, 128, AttentionLaunch(64, 4, 2, 1)),
+    (32, 256, AttentionLaunch(32, 4, 2, 1)),
+    (64, 128, AttentionLaunch(32, 4, 2, 1)),
+    (64, 256, AttentionLaunch(16, 4, 2, 1)),
+    (128, 128, AttentionLaunch(32, 8, 2, 1)),
+    (128, 256, AttentionLaunch(16, 8, 2, 1)),
+)
+_ATTENTION: Final[dict[int, _Table]] = {
+    80: _ATTENTION_SM80,
+    90: _ATTENTION_SM90,
+    100: _ATTENTION_SM100,
+    103: _ATTENTION_SM100,  # same tile limits as sm_100; a separate key so that it can diverge
+    120: _ATTENTION_SM120,
+}
+
+
+def attention_launch(arch: int, query_rows: int, head_dim: int) -> AttentionLaunch:
+    """Launch of the ragged attention kernel for a query tile of `query_rows` rows."""
+    for rows, dim, launch in _ATTENTION[arch]:
+        if query_rows <= rows and head_dim <= dim:
+            return launch
+    raise ValueError(
+        f"no attention launch for {query_rows} query rows and head_dim {head_dim} on sm_{arch}; "
+        "the kernel covers 128 rows and head_dim 256"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLaunch:
+    """Tile of the fused drafting head: `block_rows` requests x `block_v` vocabulary columns."""
+
+    block_rows: int
+    block_v: int
+    num_warps: int
+    num_stages: int
+    blocks_per_sm: int
+
+    def num_parts(self, num_reqs: int, vocab: int, device: Device) -> int:
+        """Programs that share the vocabulary of one row block; all run in one wave."""
+        row_blocks = -(-num_reqs // self.block_rows)
+        resident = max(1, device.num_sms * self.blocks_per_sm // row_blocks)
+        tiles = -(-vocab // self.block_v)
+        # Equal parts: the fewest tiles per program that one wave allows, then no idle programs.
+        per_part = -(-tiles // resident)
+        return -(-tiles // per_part)
+
+
+# Bytes of W2 a pipeline stage should hold: 16-32 KB keeps the copy queue of an SM full, and three
+# stages of it leave room for a second block in 227 KB.
+_W2_STAGE_BYTES: Final = {80: 16_384, 90: 32_768, 100: 32_768, 103: 32_768, 120: 8_192}
+
+
+def draft_launch(arch: int, num_reqs: int, rank: int, element_size: int) -> DraftLaunch:
+    """Launch of the fused drafting head.
+
+    Rows: 16 is the narrowest mma tile, and padding is cheap since the kernel is bound by W2's bytes;
+    from 33 requests on, 64 rows engage wgmma (sm_90) or tcgen05 (sm_100, never run). Columns: what
+    one stage of W2 allows, 32..128. sm_120 (never run) has 99 KB: one block, small stages.
+    """
+    rows = 16 if num_reqs <= 16 else 32 if num_reqs <= 32 else 64
+    width = 1 << (max(rank, 16) - 1).bit_length()
+    block_v = min(max(_W2_STAGE_BYTES[arch] // (width * element_size), 32), 128)
+    # 16 noisy scores per thread of 4 warps; 32 need over 240 registers unless wgmma holds the sums.
+    block_v = min(block_v, 64 if rows > 16 else 128)
+    stages = 3 if block_v * width * element_size > 8192 else 4
+    if arch == 120 or width * element_size > 1024:
+        stages = 2
+    return DraftLaunch(rows, block_v, 4, stages, 1 if arch in (80, 120) else 2)
+
+
+def rejection_parts(device: Device, num_reqs: int, num_columns: int, vocab: int) -> int:
+    """Programs that share one row: enough for two waves of four per SM, slices of 4096 or more."""
+    wanted = -(-device.num_sms * 8 // max(num_reqs * num_columns, 1))
+    parts = 1
+    while parts < wanted and parts < 32 and vocab // (parts * 2) >= 4096:
+        parts *= 2
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLaunch:
+    """Tile of the windowed latent attention."""
+
+    block_m: int  # rows: tokens x heads
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def latent_launch(arch: int, num_rows: int) -> LatentLaunch:
+    """Launch of the windowed latent attention.
+
+    A row tile keeps 512 float32 accumulators per row in registers and a 512-wide key tile in shared
+    memory, used as K and, transposed, as V. sm_120 (never run) has room for 16 keys in two stages;
+    sm_100 and sm_103 (never run) use the Hopper tile, whose 32 rows are below tcgen05's 64.
+    """
+    block_m = 16 if num_rows <= 16 else 32
+    warps = 4 if block_m == 16 else 8
+    if arch == 120:
+        return LatentLaunch(block_m, 16, warps, 2)
+    return LatentLaunch(block_m, 32, warps, 2)
