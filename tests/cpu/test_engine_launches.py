@@ -1,16 +1,15 @@
 """Real engines on the V2 runner: nothing reaches Triton's interpreter, in any request type."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from tests.support.engines import engine, runner_of, token_lists  # noqa: E402
-from tests.support.pairs import Pair, PairSpec, build_pair  # noqa: E402
-from vllm_dspark.cpu.interpreter_guard import count_interpreted  # noqa: E402
+from tests.support.engines import engine, runner_of, token_lists
+from tests.support.pairs import Pair, PairSpec, build_pair
+from vllm_dspark.cpu.interpreter_guard import count_interpreted
 
 pytestmark = pytest.mark.engine
 
