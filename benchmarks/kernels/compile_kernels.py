@@ -136,9 +136,7 @@ def compile_launch(entry: Launch, arch: int) -> Report:
     """Compiles one recorded launch for one architecture."""
     begin = time.monotonic()
     options = {key: value for key, value in entry.options.items() if value is not None}
-    compiled = triton.compile(
-        _source(entry), target=GPUTarget("cuda", arch, 32), options=options
-    )
+    compiled = triton.compile(_source(entry), target=GPUTarget("cuda", arch, 32), options=options)
     ptx = compiled.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -212,9 +210,7 @@ def draft_case(
     batch = DraftBatch(
         base, torch.zeros(num_reqs, columns, hidden, dtype=BF16), index, index, positions
     )
-    out = DraftOutput(
-        positions, torch.zeros(num_reqs, columns), base.clone() if cached else None
-    )
+    out = DraftOutput(positions, torch.zeros(num_reqs, columns), base.clone() if cached else None)
     ops = TritonDraftOps(head, num_reqs, columns, vocab, torch.device("cpu"))
     ops.sample_block(head, batch, SamplingState(torch.zeros(1), index), out)
 
