@@ -87,9 +87,12 @@ def run(rates, steps, warm_up=100, seed=0, eager=False):
 @pytest.mark.parametrize("n", [1, 4, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("rate", [0.5, 0.85])
 def test_equal_requests_never_lose_to_the_best_fixed_setting(n, rate):
-    """0.955 is the default margin of 0.04; noise of the realised sum is below 1 %."""
+    """Measured 0.99 to 1.00 from 16 requests on; below, noise of the realised sum is 2 %.
+
+    Catches believing every request's luck (a fixed, small shrinkage loses 2.5 % here).
+    """
     ours, fixed = run(np.full(n, rate), 600 if n < 64 else 300)
-    assert ours >= 0.955 * fixed
+    assert ours >= (0.95 if n < 16 else 0.98) * fixed
 
 
 @pytest.mark.parametrize("eager", [False, True])
