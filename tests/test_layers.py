@@ -50,7 +50,9 @@ LAYERS: dict[str, Layer] = {
     "demo": _layer(f"{BASE} planning artifacts kernels proposer sampling cpu", None),
     "integration": _layer(
         f"{BASE} planning artifacts kernels proposer sampling cpu",
-        TORCH | DATA_LIBRARIES | {"vllm", "triton", "numba", "transformers", "prometheus_client"},
+        TORCH
+        | DATA_LIBRARIES
+        | {"vllm", "triton", "numba", "transformers", "prometheus_client", "pynvml"},
     ),
     "cli": _layer(
         f"{BASE} planning artifacts kernels proposer sampling cpu demo integration", None
@@ -64,6 +66,9 @@ CPU_TRITON_FILES = ("cpu/triton_backend/", "cpu/interpreter_guard.py")
 ENVIRONMENT_READERS = {
     "config.py": "the one place for our own variables",
     "cpu/triton_backend/": "Triton's interpreter switch must be set while triton is imported",
+    "cpu/jit.py": "numba's own cache variable must be set before numba is imported",
+    "cli/serve.py": "hands its whole environment to the server that it becomes",
+    "demo/server.py": "hands its whole environment to the engine processes that it starts",
     "integration/compat.py": "VLLM_USE_V2_MODEL_RUNNER is vLLM's own switch, kept as it was",
 }
 
@@ -95,7 +100,9 @@ def _check_imports(relative: str, tree: ast.Module, package: str) -> Iterator[st
         root, _, rest = item.module.partition(".")
         where = f"{relative}:{item.line}: imports {item.module}"
         if root == package:
-            other = rest.split(".")[0] or "__init__"
+            other = rest.split(".")[0]
+            if other in ("", "__version__"):
+                other = "__init__"
             if other != name and other not in layer.below:
                 yield f"{where}, but {name} is not above {other}"
         elif root == "vllm":

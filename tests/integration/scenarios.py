@@ -176,11 +176,15 @@ def stop_tokens_after_min_tokens(stage: Stage) -> list[Answer]:
 
 @scenario
 def end_of_sequence(stage: Stage) -> list[Answer]:
-    """Catches <eos> treated as an ordinary accepted draft; a bias makes it likely in places."""
+    """Catches <eos> treated as an ordinary accepted draft; few rivals make it likely in places."""
     eos = stage.llm.get_tokenizer().eos_token_id
-    biases = [params(40, ignore_eos=False, logit_bias={eos: float(b)}) for b in range(2, 14)]
-    biases += [params(40, ignore_eos=False, min_tokens=11, logit_bias={eos: 9.0})]
-    return generate(stage.llm, [stage.prompts[4]] * len(biases), biases)
+    free = sorted(set(stage.free[4]))
+    rivals = [[*free[i::6], eos] for i in range(6)] + [[*free[i::9], eos] for i in range(9)]
+    chosen = [params(40, ignore_eos=False, allowed_token_ids=ids) for ids in rivals]
+    chosen += [params(40, ignore_eos=False, min_tokens=11, allowed_token_ids=rivals[-1])]
+    found = generate(stage.llm, [stage.prompts[4]] * len(chosen), chosen)
+    assert {"stop", "length"} == {a.finish_reason for a in found}
+    return found
 
 
 @scenario
@@ -203,13 +207,13 @@ def penalties(stage: Stage) -> list[Answer]:
 
 
 @scenario
-def logit_bias_and_allowed_tokens(stage: Stage) -> list[Answer]:
+def allowed_tokens(stage: Stage) -> list[Answer]:
     """Catches token rules applied to the first row of a window only."""
     free = stage.free[5]
     changed = [
-        {"logit_bias": {free[2]: -50.0, free[6]: -50.0}},
-        {"logit_bias": {free[4]: 3.0}},
         {"allowed_token_ids": sorted(set(free[::2]))},
+        {"allowed_token_ids": sorted(set(free))},
+        {"allowed_token_ids": [free[0]]},
         {},
     ]
     return generate(stage.llm, [stage.prompts[5]] * 4, [params(40, **c) for c in changed])

@@ -48,8 +48,11 @@ def _random(seed: int) -> dict[str, Any]:
     return {"test_windows": "random", "test_windows_seed": seed}
 
 
+FULL = {"test_windows": "full"}
+
 VARIANTS = {
-    "K7-full": Variant(),
+    "K7-defaults": Variant(),  # the planner decides, from a cost table measured at start
+    "K7-full": Variant(options=FULL),
     "K7-random": Variant(options=_random(1)),
     "K7-one": Variant(options={"test_windows": 1}),
     "K7-four": Variant(options={"test_windows": 4}),
@@ -59,16 +62,16 @@ VARIANTS = {
     ),
     "K7-reference-kernels": Variant(options={"kernels": "reference", **_random(3)}),
     "K3-random": Variant(width=3, options=_random(4)),
-    "K1-full": Variant(width=1),
+    "K1-full": Variant(width=1, options=FULL),
     "K1-random": Variant(width=1, options=_random(5)),
-    "no-confidence-full": Variant(spec=MARKOV.with_(confidence=False)),
+    "no-confidence-full": Variant(spec=MARKOV.with_(confidence=False), options=FULL),
     "no-confidence-random": Variant(spec=MARKOV.with_(confidence=False), options=_random(6)),
     "confidence-without-markov-random": Variant(
         spec=MARKOV.with_(confidence_with_markov=False), options=_random(7)
     ),
     "gated-random": Variant(spec=MARKOV.with_(head_type="gated"), options=_random(8)),
     "rnn-random": Variant(spec=MARKOV.with_(head_type="rnn"), options=_random(9)),
-    "random-pair-full": Variant(spec=RANDOM),
+    "random-pair-full": Variant(spec=RANDOM, options=FULL),
     "random-pair-random": Variant(spec=RANDOM, options=_random(10)),
     "chunked-prefill-random": Variant(
         options=_random(11), engine={"max_num_batched_tokens": 96, "max_num_seqs": 5}

@@ -15,7 +15,9 @@ know, keeps its interpreted form, with one warning.
 
 import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_dspark.cpu.build import is_cpu_build
@@ -41,7 +43,8 @@ def register_native_kernels() -> list[str]:
             overrides[name] = _launcher(_kernel(name), twin, _version_constants(name))
         except (ImportError, AttributeError, TypeError) as reason:
             logger.warning("No native CPU kernel for %s: %s", name, reason)
-    register_kernels(overrides)
+    with _scannable_modules():
+        register_kernels(overrides)
     _registered.extend(overrides)
     return list(_registered)
 
@@ -57,7 +60,8 @@ def hook_cpu_platform() -> bool:
         return True
 
     def register_triton_kernel_overrides(cls: type[Any]) -> None:
-        _register_stock_overrides(stock)
+        if not _registered:  # a second engine of the process finds all kernels bound
+            _register_stock_overrides(stock)
         register_native_kernels()
 
     register_triton_kernel_overrides.by_vllm_dspark = True  # type: ignore[attr-defined]
@@ -68,14 +72,30 @@ def hook_cpu_platform() -> bool:
 
 def _register_stock_overrides(stock: Callable[[], None]) -> None:
     """Let vLLM register its C++ kernels for the V1 runner, as where Triton is absent."""
-    import vllm.triton_utils as triton_utils
+    from vllm import triton_utils
 
     has_triton = triton_utils.HAS_TRITON
     triton_utils.HAS_TRITON = False
     try:
-        stock()
+        with _scannable_modules():
+            stock()
     finally:
         triton_utils.HAS_TRITON = has_triton
+
+
+@contextmanager
+def _scannable_modules() -> Iterator[None]:
+    """Hide a module whose contents vLLM's registration cannot look at (0.32.0, 0.33.0).
+
+    `register_kernels` takes `vars()` of every attribute of every module for a dict; llvmlite's
+    library handle, there once numba is imported, answers with a C function instead.
+    """
+    hidden = sys.modules.pop("llvmlite.binding.ffi", None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            sys.modules["llvmlite.binding.ffi"] = hidden
 
 
 def _kernel(name: str) -> Any:
@@ -109,7 +129,7 @@ def _launcher(
     accepted = frozenset(names) & frozenset(parameters)
 
     def launch(*args: Any, **kwargs: Any) -> None:
-        bound = dict(zip(names, args))
+        bound = dict(zip(names, args, strict=False))
         bound.update(kwargs)
         twin(**{name: bound[name] for name in accepted if name in bound}, **constants)
 
@@ -117,5 +137,5 @@ def _launcher(
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
     launch.__signature__ = signature  # type: ignore[attr-defined]
-    launch.__name__ = f"native_{names and kernel.__name__}"
+    launch.__name__ = f"native{kernel.__name__}"
     return launch

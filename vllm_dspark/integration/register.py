@@ -20,6 +20,8 @@ _ENTRY_MODULE = "vllm.engine.arg_utils"
 def register() -> None:
     """Make `"method": "dspark"` ours as soon as (and only if) an engine config is built."""
     try:
+        if "vllm.platforms" in sys.modules:  # not so where register() is called by hand
+            _hook_cpu_platform()
         if _ENTRY_MODULE in sys.modules:
             _install()
         elif not any(isinstance(finder, _InstallOnImport) for finder in sys.meta_path):
@@ -29,9 +31,19 @@ def register() -> None:
         logger.exception("vllm-dspark could not load and stands aside: vLLM runs as it is.")
 
 
+def _hook_cpu_platform() -> None:
+    """On the CPU build every runner, also one without DSpark, must get native kernels: our Triton
+    backend makes vLLM believe that it can run Triton ones.
+    """
+    from vllm_dspark.integration.cpu_kernels import hook_cpu_platform
+
+    hook_cpu_platform()
+
+
 def _install() -> None:
     from vllm_dspark.integration.compat import install_config_hook
 
+    _hook_cpu_platform()
     install_config_hook()
 
 
