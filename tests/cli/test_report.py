@@ -34,7 +34,7 @@ def report(different: int = 0) -> Report:
 
 
 def test_speedup_is_against_the_faster_baseline() -> None:
-    """Catches a speedup against the slower engine, or against a best round instead of the median."""
+    """Catches a speedup against the slower engine, or of best rounds instead of medians."""
     assert report().faster_baseline().engine == "v1"
     assert report().speedup() == pytest.approx(50.0 / 25.0)
     assert report().speedup_range() == (pytest.approx(2.0), pytest.approx(2.0))
@@ -49,7 +49,7 @@ def test_accepted_length_is_a_macro_average() -> None:
 
 @pytest.mark.parametrize("different", [0, 2])
 def test_json_has_the_promised_keys(tmp_path: Path, different: int) -> None:
-    """Catches a renamed key, and a difference at several requests that is left out of the verdict."""
+    """Catches a renamed key, and a verdict that leaves out the waves of several requests."""
     path = tmp_path / "new" / "result.json"
     report(different).write(path)
     found = json.loads(path.read_text())

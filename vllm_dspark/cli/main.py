@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -96,9 +96,10 @@ def demo(
 class _PassThrough(TyperCommand):
     """Leaves every argument alone: `--help`, unknown flags and `--` belong to vLLM."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # ctx is click's Context, which typer may or may not bring along under its own name
         ctx.args = list(args)
-        return ctx.args
+        return args
 
 
 @app.command(
