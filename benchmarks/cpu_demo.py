@@ -73,6 +73,7 @@ request: **{found["speedup"]:.2f}x** (single rounds: {low:.2f} to {high:.2f}). G
 def page(found: dict[str, Any]) -> str:
     """The whole page."""
     settings, machine = found["settings"], found["environment"]
+    asked = f"{settings['prompts_per_domain']} per domain, up to {settings['max_tokens']} tokens"
     change = found["batch_shape_change"]
     near = "not needed: no output differed" if change is None else f"{change:.4f}"
     versions = ", ".join(
@@ -102,7 +103,7 @@ request and step.
 | --- | --- |
 | target | {settings["target"]}, {settings["dtype"]} |
 | drafts per step (K) | {settings["num_speculative_tokens"]} |
-| prompts | {settings["prompts_per_domain"]} per domain, up to {settings["max_tokens"]} tokens each |
+| prompts | {asked} each |
 | rounds | {settings["rounds"]}, {turns}, order of engines rotated |
 | server arguments | {" ".join(settings["extra_arguments"]) or "none"} |
 | batch-shape change of a top-2 logit gap | {near} |
@@ -117,7 +118,7 @@ def with_table(readme: str, table: str) -> str:
     begin, end = README_MARKS
     if begin not in readme or end not in readme:
         raise SystemExit(f"README.md lacks the marks {begin} and {end}")
-    before, after = readme.split(begin)[0], readme.split(end)[1]
+    before, after = readme.partition(begin)[0], readme.partition(end)[2]
     return f"{before}{begin}\n{table}{end}{after}"
 
 
