@@ -36,8 +36,9 @@ def int32_table(address: int, num_rows: int, row_stride: int) -> Array:
     has been freed since, which is harmless while nobody passes that address again.
     """
     count = num_rows * row_stride
-    buffer = (ctypes.c_int32 * count).from_address(address)
-    return np.frombuffer(buffer, dtype=np.int32).reshape(num_rows, row_stride)
+    buffer: Any = (ctypes.c_int32 * count).from_address(address)
+    table: Array = np.frombuffer(buffer, dtype=np.int32).reshape(num_rows, row_stride)
+    return table
 
 
 def segments(lengths: Array) -> tuple[Array, Array]:

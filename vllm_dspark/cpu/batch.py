@@ -37,8 +37,8 @@ def apply_write(
         assert write_group_ids_ptr is not None and isinstance(output_stride, torch.Tensor)
         addresses, strides = output_ptr.tolist(), output_stride.tolist()
         source = write_contents_ptr.data_ptr()
-        begin = 0
-        for row, start, end, group in zip(rows, starts, ends, write_group_ids_ptr.tolist()):
+        groups, begin = write_group_ids_ptr.tolist(), 0
+        for row, start, end, group in zip(rows, starts, ends, groups, strict=True):
             target = addresses[group] + (row * strides[group] + start) * INT32_BYTES
             size = (end - begin) * INT32_BYTES
             ctypes.memmove(target, source + begin * INT32_BYTES, size)
@@ -46,7 +46,7 @@ def apply_write(
         return
     output, contents = flat(output_ptr), array(write_contents_ptr)
     begin = 0
-    for row, start, end in zip(rows, starts, ends):
+    for row, start, end in zip(rows, starts, ends, strict=True):
         at = row * int(output_stride) + start
         output[at : at + end - begin] = contents[begin:end]
         begin = end

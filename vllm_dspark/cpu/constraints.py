@@ -1,8 +1,12 @@
-"""Twins of the kernels that forbid or shift single tokens: ``gpu/sample/{bad_words,logit_bias}.py``
-and the grammar bitmask of ``gpu/structured_outputs.py``.
+"""Twins of the kernels that forbid or shift tokens by rule.
+
+They live in vLLM's ``gpu/sample/{bad_words,logit_bias,min_p}.py`` and (the grammar bitmask)
+``gpu/structured_outputs.py``.
 
 Checked against vLLM 0.32.0, same kernel signatures in 0.33.0.
 """
+
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -30,7 +34,7 @@ def bad_words(
     input_ids_ptr: torch.Tensor,
     expanded_local_pos_ptr: torch.Tensor,
 ) -> None:
-    """Forbid the last token of each bad word whose other tokens end the output (drafts included)."""
+    """Forbid the last token of a bad word whose other tokens end the output, drafts included."""
     num_bad_words, all_tokens = array(num_bad_words_ptr), array(all_token_ids_ptr)
     input_ids, local_pos = array(input_ids_ptr), array(expanded_local_pos_ptr)
     for row, state in enumerate(expanded_idx_mapping_ptr.tolist()):
@@ -43,7 +47,7 @@ def bad_words(
         output = np.concatenate((committed, drafts))
         offsets = bad_word_offsets_ptr[state, : count + 1].tolist()
         words = array(bad_word_token_ids_ptr[state])
-        for start, end in zip(offsets, offsets[1:]):
+        for start, end in pairwise(offsets):
             prefix = words[start : end - 1]
             if prefix.shape[0] > output.shape[0]:
                 continue

@@ -41,6 +41,23 @@ class _Pages:
         return np.where(owned, blocks * self.block_size + local, self.pad_slot)
 
 
+def _context(
+    pages: _Pages, bounds: Array, valid_ends: Array, target_positions: Array
+) -> tuple[Array, Array, Array]:
+    """(rows, positions, slots) of all target tokens; refused ones get position 0 and no slot."""
+    owner, offset = segments(np.diff(bounds))
+    rows = bounds[:-1][owner] + offset
+    valid = rows < valid_ends[owner]
+    positions = np.where(valid, target_positions[rows], 0)
+    return rows, positions, np.where(valid, pages.slots(owner, positions), pages.pad_slot)
+
+
+def _fill(buffer: Array, values: Array, size: int = 0, padding: int = 0) -> None:
+    """Write ``values`` to the front of a flat buffer and ``padding`` after them up to ``size``."""
+    buffer[: values.size] = values.reshape(-1)
+    buffer[values.size : size] = padding
+
+
 @twin_of(RUNNER + "spec_decode.dflash.speculator._prepare_dflash_inputs_kernel")
 def prepare_dflash_inputs(
     out_input_ids_ptr: torch.Tensor,
@@ -88,55 +105,39 @@ def prepare_dflash_inputs(
     bounds = array(target_query_start_loc_ptr)[: num_reqs + 1]
     valid_ends = bounds[1:] - array(num_rejected_ptr)[:num_reqs]
     target_positions = array(target_positions_ptr)
-
-    owner, offset = segments(np.diff(bounds))
-    rows = bounds[:-1][owner] + offset
-    valid = rows < valid_ends[owner]
-    positions = np.where(valid, target_positions[rows], 0)
-    slots = np.where(valid, pages.slots(owner, positions), PAD_SLOT_ID)
+    rows, positions, slots = _context(pages, bounds, valid_ends, target_positions)
     array(out_context_positions_ptr)[rows] = positions
     array(out_context_slot_mapping_ptr)[rows] = slots
 
     sampled = array(num_sampled_ptr)[:num_reqs] > 0
     next_prefill = flat(next_prefill_tokens_ptr)  # [num_lookahead, max_num_reqs], row 0 is next
     bonus = np.where(sampled, flat(last_sampled_ptr)[states], next_prefill[states])
-    last_valid = target_positions[valid_ends - 1]
-    num_queries = num_reqs * num_query_per_req
     ids = np.full((num_reqs, num_query_per_req), parallel_drafting_token_id, dtype=np.int64)
     ids[:, 0] = bonus
+    last_valid = target_positions[valid_ends - 1]
     query_positions = (last_valid + 1)[:, None] + np.arange(num_query_per_req)
+    num_queries = ids.size
+    padding = slice(num_queries, max_num_tokens)
+    _fill(array(out_input_ids_ptr), ids)
+    _fill(array(out_query_positions_ptr), np.minimum(query_positions, max_model_len - 1))
     query_rows = np.repeat(np.arange(num_reqs), num_query_per_req)
-    flat_positions = query_positions.reshape(-1)
-    input_ids, out_positions = array(out_input_ids_ptr), array(out_query_positions_ptr)
-    out_slots = array(out_query_slot_mapping_ptr)
-    input_ids[:num_queries] = ids.reshape(-1)
-    out_positions[:num_queries] = np.minimum(flat_positions, max_model_len - 1)
-    out_slots[:num_queries] = pages.slots(query_rows, flat_positions)
-    out_slots[num_queries:max_num_tokens] = PAD_SLOT_ID
+    _fill(array(out_query_slot_mapping_ptr), pages.slots(query_rows, query_positions.reshape(-1)))
+    array(out_query_slot_mapping_ptr)[padding] = PAD_SLOT_ID
     if out_is_padding_ptr is not None:
-        is_padding = array(out_is_padding_ptr)
-        is_padding[:num_queries] = False
-        is_padding[num_queries:max_num_tokens] = True
-        input_ids[num_queries:max_num_tokens] = 0
-        out_positions[num_queries:max_num_tokens] = 0
+        array(out_is_padding_ptr)[:num_queries] = False
+        array(out_is_padding_ptr)[padding] = True
+        array(out_input_ids_ptr)[padding] = 0
+        array(out_query_positions_ptr)[padding] = 0
 
     skipped = 0 if SAMPLE_FROM_ANCHOR else 1
-    num_samples = num_reqs * num_speculative_steps
     max_samples = max_num_reqs * num_speculative_steps
-    sample_indices, sample_pos = array(out_sample_indices_ptr), array(out_sample_pos_ptr)
-    sample_states = array(out_sample_idx_mapping_ptr)
-    all_queries = np.arange(num_queries).reshape(num_reqs, num_query_per_req)
-    sample_indices[:num_samples] = all_queries[:, skipped:].reshape(-1)
-    sample_pos[:num_samples] = (query_positions[:, skipped:] + 1 - skipped).reshape(-1)
-    sample_states[:num_samples] = np.repeat(states, num_speculative_steps)
-    sample_indices[num_samples:max_samples] = 0
-    sample_pos[num_samples:max_samples] = 0
-    sample_states[num_samples:max_samples] = -1
-
-    query_start_loc, seq_lens = array(out_query_start_loc_ptr), array(out_seq_lens_ptr)
-    query_start_loc[:num_reqs] = np.arange(num_reqs) * num_query_per_req
-    query_start_loc[num_reqs : max_num_reqs + 1] = num_queries
-    seq_lens[:num_reqs] = np.minimum(last_valid + 1 + num_query_per_req, max_model_len)
-    seq_lens[num_reqs:max_num_reqs] = 0
+    queries = np.arange(num_queries).reshape(num_reqs, num_query_per_req)
+    _fill(array(out_sample_indices_ptr), queries[:, skipped:], max_samples, 0)
+    _fill(array(out_sample_pos_ptr), query_positions[:, skipped:] + 1 - skipped, max_samples, 0)
+    owners = np.repeat(states, num_speculative_steps)
+    _fill(array(out_sample_idx_mapping_ptr), owners, max_samples, -1)
+    _fill(array(out_query_start_loc_ptr), queries[:, 0], max_num_reqs + 1, num_queries)
+    ends = np.minimum(last_valid + 1 + num_query_per_req, max_model_len)
+    _fill(array(out_seq_lens_ptr), ends, max_num_reqs, 0)
     array(out_temperature_ptr)[states] = array(temperature_ptr)[states]
     array(out_seeds_ptr)[states] = array(seeds_ptr)[states]

@@ -1,5 +1,7 @@
-"""Twins of the kernels that report scores: ``gpu/sample/{logprob,prompt_logprob,output}.py``,
-``gpu/metrics/logits.py`` and ``_flatten_sampled_kernel`` of ``gpu/spec_decode/rejection_sampler.py``.
+"""Twins of the kernels that report scores.
+
+They live in vLLM's ``gpu/sample/{logprob,prompt_logprob,output}.py``, ``gpu/metrics/logits.py``
+and (``_flatten_sampled_kernel``) ``gpu/spec_decode/rejection_sampler.py``.
 
 Nothing sampled depends on these; they may differ from the interpreter in the last bits of
 a sum. Checked against vLLM 0.32.0, same signatures in 0.33.0.

@@ -42,7 +42,7 @@ def stream_prefix(seed: int, position: int, domain: int = 0) -> int:
 
 @lazy_njit("void(uint32, uint32[::1])")
 def _hash_tokens(prefix, words):  # type: ignore[no-untyped-def]
-    """words[t] = murmur3 of (prefix, token t)."""
+    """Set words[t] to murmur3 of (prefix, token t)."""
     for token in range(words.shape[0]):
         key = np.uint32(np.uint32(token) * np.uint32(0xCC9E2D51))
         key = np.uint32((key << np.uint32(15)) | (key >> np.uint32(17)))
@@ -79,7 +79,7 @@ def _split_uniforms(words, series, rest):  # type: ignore[no-untyped-def]
 
 @lazy_njit("void(float32[::1], float32[::1])")
 def _choose_branch(series, rest):  # type: ignore[no-untyped-def]
-    """rest = -log(1-u) from whichever of the two branches applies."""
+    """Set rest to -log(1-u) from whichever of the two branches applies."""
     for i in range(series.shape[0]):
         rest[i] = series[i] if series[i] != np.float32(0.0) else -rest[i]
 
@@ -112,7 +112,7 @@ def gumbel_noise64(seed: int, position: int, vocab_size: int) -> Array:
 
 @lazy_njit("void(int64[::1], int64[::1], float32[::1])")
 def _philox_uniforms(seeds, offsets, uniforms):  # type: ignore[no-untyped-def]
-    """uniforms[i] = tl.rand(seeds[i], offsets[i]) for 64-bit offsets."""
+    """Set uniforms[i] to tl.rand(seeds[i], offsets[i]) for 64-bit offsets."""
     low = np.uint64(0xFFFFFFFF)
     shift = np.uint64(32)
     for i in range(seeds.shape[0]):

@@ -127,8 +127,13 @@ def _residual(  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def _draw_logits(row, scores, seed, pos, column, block_keys):  # type: ignore[no-untyped-def]
     """Token drawn from softmax(row) with the RESAMPLE noise of the key."""
+    top_key = KEY_NEG_INF
+    for start in range(0, row.size, BLOCK):
+        top_key = max(top_key, max_key(row[start : start + BLOCK]))
+    # Relative to the top, so that the noise is not lost beside large logits
+    top = clean(key_value(top_key)) if top_key != KEY_NEG_INF else np.float32(0.0)
     for t in range(row.size):
-        scores[t] = clean(row[t])
+        scores[t] = clean(row[t]) - top
     lo, hi = key_words(seed, pos, column, _RESAMPLE)
     return gumbel_argmax(scores, row.size, _NO_D2T, lo, hi, block_keys)
 

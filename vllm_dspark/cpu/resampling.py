@@ -1,5 +1,7 @@
-"""Twins of ``_resample_kernel`` and ``_insert_resampled_kernel`` in vLLM's
-``gpu/spec_decode/rejection_sampler_utils.py``: the token after the accepted prefix.
+"""Twins of the kernels that draw the token after the accepted prefix.
+
+``_resample_kernel`` and ``_insert_resampled_kernel`` of vLLM's
+``gpu/spec_decode/rejection_sampler_utils.py``.
 
 It is drawn from the target where every draft was accepted (bonus), and from the residual
 max(target - draft, 0) where one was refused, with the Gumbel noise of its position.
@@ -12,8 +14,8 @@ import torch
 
 from vllm_dspark.cpu.arrays import Array, array, float_rows
 from vllm_dspark.cpu.gumbel import block_argmax, noised
-from vllm_dspark.cpu.rejection import UTILS
 from vllm_dspark.cpu.twins import twin_of
+from vllm_dspark.cpu.window_stats import UTILS
 
 
 def residual_logits(target_logprobs: Array, draft_logprobs: Array) -> Array:
@@ -56,7 +58,8 @@ def resample(
     if WATERMARK:
         raise NotImplementedError("watermarking has no native CPU implementation")
     tokens, maxima = array(resampled_local_argmax_ptr), array(resampled_local_max_ptr)
-    target_lse, draft_lse = array(target_rejected_logsumexp_ptr), array(draft_rejected_logsumexp_ptr)
+    target_lse = array(target_rejected_logsumexp_ptr)
+    draft_lse = array(draft_rejected_logsumexp_ptr)
     states, draft_sampled = array(expanded_idx_mapping_ptr), array(draft_sampled_ptr)
     temperatures, seeds, positions = array(temp_ptr), array(seed_ptr), array(pos_ptr)
     steps, bounds = rejected_step_ptr.tolist(), cu_num_logits_ptr.tolist()

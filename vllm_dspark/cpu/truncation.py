@@ -28,7 +28,7 @@ def _nucleus_size(kept: Array, p: float) -> int:
     """How many of the ``kept`` logits, largest first, it takes to hold mass ``p``."""
     ordered = np.sort(kept)[::-1]
     mass = np.cumsum(np.exp(ordered - ordered[0]), dtype=np.float64)
-    return min(int(np.searchsorted(mass, p * mass[-1])) + 1, ordered.shape[0])
+    return min(int(np.searchsorted(mass, p * mass[-1])) + 1, int(ordered.shape[0]))
 
 
 def truncation_mask(values: Array, k: int | None, p: float) -> Array | None:
@@ -68,7 +68,7 @@ def topk_topp(
     rows = array(LOGITS)[:, :VOCAB_SIZE]
     limits = K.tolist() if TOPK_ENABLED else [None] * BATCH_SIZE
     masses = P.tolist() if TOPP_ENABLED else [1.0] * BATCH_SIZE
-    for row, k, p in zip(rows[:BATCH_SIZE], limits, masses):
+    for row, k, p in zip(rows[:BATCH_SIZE], limits, masses, strict=True):
         if SPLIT_COVERS_PONLY and (k is None or k >= VOCAB_SIZE):
             continue
         keep = truncation_mask(row, k, p)

@@ -65,6 +65,7 @@ def load_twins() -> dict[str, Callable[..., Any]]:
         rejection,
         resampling,
         truncation,
+        window_stats,
     )
 
     return TWINS

@@ -87,8 +87,12 @@ def run(plan: Plan, listener: Listener) -> Report:
             with ExitStack() as running:
                 [server] = [running.enter_context(s) for s in session.start((V1,), folder)]
                 change = session.compare(server.client)
+    order = {spec.name: place for place, spec in enumerate(specs)}
+    rows = sorted(
+        session.rows.values(), key=lambda r: (r.temperature, r.concurrency, order[r.engine])
+    )
     return Report(
-        list(session.rows.values()),
+        rows,
         settings={**_as_settings(plan), "interleaved": interleaved},
         environment=describe_machine(),
         batch_shape_change=change,

@@ -134,7 +134,7 @@ class Report:
         path.write_text(json.dumps(self.as_json(), indent=2) + "\n")
 
 
-HEADER = ("engine", "requests", "T", "tokens/s (min to max)", "AL", "window", "identical")
+HEADER = ("engine", "requests", "T", "tokens/s", "min to max", "AL", "window", "identical")
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
@@ -143,7 +143,8 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         row["title"],
         str(row["concurrency"]),
         f"{row['temperature']:g}",
-        _rate(row["tokens_per_s"], row["tokens_per_s_rounds"]),
+        "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.1f}",
+        _spread(row["tokens_per_s_rounds"]),
         _number(row["accepted_length"]),
         _number(row["window"]),
         _identical(row),
@@ -171,17 +172,17 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _rate(median: float | None, rounds: Sequence[float]) -> str:
-    if median is None:
-        return ""
-    return f"{median:.1f} ({min(rounds):.1f} to {max(rounds):.1f})"
+def _spread(rounds: Sequence[float]) -> str:
+    return f"{min(rounds):.1f} to {max(rounds):.1f}" if rounds else ""
 
 
 def _identical(row: Mapping[str, Any]) -> str:
     if row["identical"] is None:
         return "reference" if row["temperature"] == 0 and row["engine"] == "v1" else ""
     found = row["identical"]
-    counts = f"{found['equal']} equal"
+    parts = [f"{found['equal']} equal"]
     if found["near_tie"]:
-        counts += f", {found['near_tie']} near-tie"
-    return counts + f", {found['different']} different"
+        parts.append(f"{found['near_tie']} near-tie")
+    if found["different"]:
+        parts.append(f"{found['different']} DIFFERENT")
+    return ", ".join(parts)

@@ -16,11 +16,11 @@ from vllm_dspark.artifacts.freshness import Resolution, planner_options
 from vllm_dspark.artifacts.schema import CostTableRecord
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.outcomes import RequestOutcome
-from vllm_dspark.integration.report import StepReport
+from vllm_dspark.integration.report import StepOrder, StepReport
 from vllm_dspark.planning.cost import CostTable, StepMode
 from vllm_dspark.planning.facts import StepFacts
 from vllm_dspark.planning.online_cost import CostModel
-from vllm_dspark.planning.plan import VerifyPlan
+from vllm_dspark.planning.plan import PlanKind
 from vllm_dspark.planning.planner import Planner
 from vllm_dspark.planning.survival import stamp_next
 from vllm_dspark.planning.table import RequestTable
@@ -49,13 +49,16 @@ class Conductor:
         resolution: Resolution,
         options: DSparkConfig,
         mode: StepMode,
+        *,
         max_tokens: int,
+        device_windows: bool,
     ) -> None:
         self.table = table
         self.planner: Planner | None = None  # made when a cost table is there
         self.step_id = 0
         self._resolution = resolution
         self._options = options
+        self._device_windows = device_windows
         self._mode = mode
         self._max_tokens = max_tokens
         self._draft_stamp = np.zeros(0, dtype=np.int32)  # by slot: pass that made its drafts
@@ -65,36 +68,51 @@ class Conductor:
             self._start_planning(resolution.cost_table)
 
     def _start_planning(self, table: CostTable) -> None:
-        options = planner_options(self._options, self._resolution, device_windows=False)
+        options = planner_options(self._options, self._resolution, self._device_windows)
         self.planner = Planner(CostModel(table, online=self._options.online_cost), options)
 
     # ---- before vLLM schedules
 
-    def begin_step(self) -> int:
-        """Stamp of the step about to be scheduled."""
-        self.step_id = stamp_next(self.step_id)
-        return self.step_id
+    def order(self, drafting: Sequence[Any], outlook: StepOutlook) -> StepOrder:
+        """The order for the step about to be scheduled.
 
-    def plan(self, drafting: Sequence[Any], outlook: StepOutlook) -> VerifyPlan | None:
-        """The plan for the requests that have drafts, in scheduler order; None without a planner."""
-        if self.planner is None:
-            return None
+        drafting: requests that have drafts, in scheduler order; the plan's windows follow it.
+        """
+        self.step_id = stamp_next(self.step_id)
         ids = [request.request_id for request in drafting]
+        counts = [len(request.spec_token_ids) for request in drafting]
+        drafted = dict(zip(ids, counts, strict=True))
         slots = self.table.slots(ids)
-        drafts = np.fromiter((len(r.spec_token_ids) for r in drafting), np.int32, len(ids))
-        batch = self.table.batch(slots, drafts, self._stamps(slots))
+        draft_stamps = self._stamps(slots)
+        stamps = dict(zip(ids, draft_stamps.tolist(), strict=True))
+        if self.planner is None or not ids:
+            return StepOrder(self.step_id, None, drafted, stamps)
+        batch = self.table.batch(slots, np.array(counts, dtype=np.int32), draft_stamps)
+        plan = self.planner.plan(self._facts(outlook), batch)
+        if plan.kind is not PlanKind.TRIM or not self._device_windows:
+            return StepOrder(self.step_id, plan, drafted, stamps)
+        width = batch.num_positions
+        short = {
+            name: ceiling
+            for name, ceiling in zip(ids, batch.capacity.tolist(), strict=True)
+            if ceiling < width
+        }
+        sampled = frozenset(r.request_id for r in drafting if _is_sampled(r))
+        prior = tuple(batch.acceptance.mean(axis=1).tolist())
+        return StepOrder(self.step_id, plan, drafted, stamps, prior, sampled, short)
+
+    def _facts(self, outlook: StepOutlook) -> StepFacts:
         mode = StepMode.MIXED if outlook.mixed else self._mode
-        facts = StepFacts(
+        arrived, self._num_arrived = self._num_arrived, 0
+        return StepFacts(
             step_id=self.step_id,
             mode=mode,
             native_mode=mode,
             kv_tokens=outlook.kv_tokens,
             num_waiting=outlook.num_waiting,
-            num_arrived=self._num_arrived,
+            num_arrived=arrived,
             max_tokens=self._max_tokens,
         )
-        self._num_arrived = 0
-        return self.planner.plan(facts, batch)
 
     # ---- after vLLM scheduled
 
@@ -125,10 +143,9 @@ class Conductor:
         self._draft_stamp[slots] = self.step_id if draft_next else 0
 
     def _add(self, request: Any) -> None:
-        params = request.sampling_params
         slot = self.table.add(
             request.request_id,
-            sampled=params is not None and params.temperature >= _GREEDY_BELOW,
+            sampled=_is_sampled(request),
             untouched=is_untouched(request),
             remaining=max(0, request.max_tokens - request.num_output_tokens),
             generation=self._generation.get(request.request_id, 0),
@@ -150,17 +167,14 @@ class Conductor:
     # ---- when a step's output has come back
 
     def learn(
-        self, report: StepReport | None, outcomes: Sequence[RequestOutcome], stamps: Mapping[str, int]
+        self,
+        report: StepReport | None,
+        outcomes: Sequence[RequestOutcome],
+        stamps: Mapping[str, int],
     ) -> None:
         """Take in rows, times and outcomes; stamps: draft pass judged, by request id."""
-        if report is not None:
-            self._take_rows(report)
-            if report.cost_table is not None and self.planner is None:
-                record = CostTableRecord.model_validate_json(report.cost_table)
-                self._start_planning(record.to_table())
-            if self.planner is not None:
-                for timing in report.timings:
-                    self.planner.cost.observe(timing)
+        # Outcomes before rows: on a CPU a report brings the rows of the pass after the judged one,
+        # which would overwrite the rows that these outcomes are about.
         judged = [o for o in outcomes if o.verified > 0 and o.request_id in self.table]
         by_stamp: dict[int, list[RequestOutcome]] = {}
         for outcome in judged:
@@ -170,6 +184,14 @@ class Conductor:
             verified = np.array([o.verified for o in group], dtype=np.int32)
             accepted = np.array([o.accepted for o in group], dtype=np.int32)
             self.table.record_outcomes(slots, stamp, verified, accepted)
+        if report is not None:
+            self._take_rows(report)
+            if report.cost_table is not None and self.planner is None:
+                record = CostTableRecord.model_validate_json(report.cost_table)
+                self._start_planning(record.to_table())
+            if self.planner is not None:
+                for timing in report.timings:
+                    self.planner.cost.observe(timing)
 
     def _take_rows(self, report: StepReport) -> None:
         if report.stamp == 0:
@@ -180,11 +202,10 @@ class Conductor:
         slots = self.table.slots([report.request_ids[i] for i in keep])
         self.table.record_rows(slots, report.owners[keep], report.stamp, report.confidences[keep])
 
-    def stamps_of(self, request_ids: Iterable[str]) -> dict[str, int]:
-        """Draft pass whose drafts each known request is about to verify."""
-        known = [request_id for request_id in request_ids if request_id in self.table]
-        stamps = self._stamps(self.table.slots(known)).tolist()
-        return dict(zip(known, stamps, strict=True))
+
+def _is_sampled(request: Any) -> bool:
+    params = request.sampling_params
+    return params is not None and params.temperature >= _GREEDY_BELOW
 
 
 def is_untouched(request: Any) -> bool:

@@ -76,9 +76,7 @@ CONTRACT: tuple[Symbol, ...] = (
     Symbol(_RUNNER, "GPUModelRunner.execute_model", params=("scheduler_output",)),
     Symbol(_RUNNER, "GPUModelRunner.sample_tokens", params=("grammar_output",)),
     Symbol(_RUNNER, "GPUModelRunner.finish_requests", params=("scheduler_output",)),
-    Symbol(
-        f"{_SPEC}/dspark/speculator.py", "DSparkSpeculator", bases=("DFlashSpeculator",)
-    ),
+    Symbol(f"{_SPEC}/dspark/speculator.py", "DSparkSpeculator", bases=("DFlashSpeculator",)),
     Symbol(
         f"{_SPEC}/dspark/speculator.py",
         "DSparkSpeculator._sample_sequential",

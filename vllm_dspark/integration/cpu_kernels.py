@@ -72,7 +72,7 @@ def hook_cpu_platform() -> bool:
 
 def _register_stock_overrides(stock: Callable[[], None]) -> None:
     """Let vLLM register its C++ kernels for the V1 runner, as where Triton is absent."""
-    import vllm.triton_utils as triton_utils
+    from vllm import triton_utils
 
     has_triton = triton_utils.HAS_TRITON
     triton_utils.HAS_TRITON = False
@@ -129,7 +129,7 @@ def _launcher(
     accepted = frozenset(names) & frozenset(parameters)
 
     def launch(*args: Any, **kwargs: Any) -> None:
-        bound = dict(zip(names, args))
+        bound = dict(zip(names, args, strict=False))
         bound.update(kwargs)
         twin(**{name: bound[name] for name in accepted if name in bound}, **constants)
 
@@ -137,5 +137,5 @@ def _launcher(
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
     launch.__signature__ = signature  # type: ignore[attr-defined]
-    launch.__name__ = f"native_{names and kernel.__name__}"
+    launch.__name__ = f"native{kernel.__name__}"
     return launch

@@ -31,7 +31,10 @@ def profile_cpu(runner: Any, budget_s: float = 10.0) -> CostTable:
     """
     width = runner.num_speculative_steps
     nodes = _kv_nodes(runner.max_model_len, width)
-    for requests in {1, min(2, runner.max_num_reqs)}:  # compile and load what runs for the first time
+    for requests in {
+        1,
+        min(2, runner.max_num_reqs),
+    }:  # compile and load what runs for the first time
         _draft(runner, _forward(runner, requests, 2 * requests, 8)[1])
     started = time.perf_counter()
     samples: list[StepTiming] = []

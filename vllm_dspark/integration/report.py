@@ -5,7 +5,7 @@ The engine core puts a `StepOrder` on the scheduler output, the worker of the ou
 pickle, so no channel of ours exists and nothing is waited for.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,17 @@ class StepOrder:
     step_id: stamp of this step and of the confidence rows that its draft pass writes (1..2^31-1).
     drafted: drafts each request had before windows were applied, by request id; stamps: the step
     whose draft pass had made them.
+    For device windows: prior, [K] acceptance that ranks requests of whom nothing is known; sampled,
+    requests with a temperature; ceilings, drafts that can still be emitted where fewer than K.
     """
 
     step_id: int
     plan: VerifyPlan | None
     drafted: dict[str, int]
     stamps: dict[str, int]
+    prior: tuple[float, ...] = ()
+    sampled: frozenset[str] = frozenset()
+    ceilings: dict[str, int] = field(default_factory=dict)
 
     @property
     def draft_next(self) -> bool:
@@ -46,14 +51,17 @@ class StepReport:
     rows are about (owner ids tell a preempted request from its restart); confidences: [m, K]
     float32 raw acceptance probabilities c_k.
     timings: steps whose measured times have become known since the last report.
+    admitted: drafts let through in the step that ends, by request id; None where the engine core
+    decided that itself (host windows, native steps).
     cost_table: JSON of a freshly measured table, once, in the first report that can carry it.
     """
 
     stamp: int
     request_ids: tuple[str, ...]
-    owners: npt.NDArray[np.uint64]
+    owners: npt.NDArray[np.int64]
     confidences: npt.NDArray[np.float32]
     timings: tuple[StepTiming, ...] = ()
+    admitted: dict[str, int] | None = None
     cost_table: str | None = None
 
 

@@ -14,7 +14,7 @@ from vllm_dspark.integration.report import StepOrder, StepReport
 from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
 from vllm_dspark.planning.plan import owner_id
 
-_NO_OWNERS = np.zeros(0, dtype=np.uint64)
+_NO_OWNERS = np.zeros(0, dtype=np.int64)
 _NO_ROWS = np.zeros((0, 0), dtype=np.float32)
 # Copies under way at most; a device that is further behind than this loses rows, never time.
 _MAX_PENDING = 4
@@ -41,16 +41,16 @@ class Owners:
             name = request.req_id
             self._owner[name] = owner_id(name, self._generation.get(name, 0))
 
-    def of(self, request_ids: Iterable[str]) -> npt.NDArray[np.uint64]:
+    def of(self, request_ids: Iterable[str]) -> npt.NDArray[np.int64]:
         """Owner ids in order; 0, nobody, for requests never started here."""
-        return np.fromiter((self._owner.get(name, 0) for name in request_ids), np.uint64)
+        return np.fromiter((self._owner.get(name, 0) for name in request_ids), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingRows:
     stamp: int
     request_ids: tuple[str, ...]
-    owners: npt.NDArray[np.uint64]
+    owners: npt.NDArray[np.int64]
     host: torch.Tensor  # [m, K] float32, being filled by the copy stream
     event: Any  # recorded behind the copy; None when the rows are there already
 
@@ -67,7 +67,7 @@ class ConfidenceRows:
         self,
         stamp: int,
         request_ids: tuple[str, ...],
-        owners: npt.NDArray[np.uint64],
+        owners: npt.NDArray[np.int64],
         logits: torch.Tensor,  # [m, K] float32
     ) -> None:
         """Start copying the rows of the pass that was just launched."""
@@ -90,9 +90,7 @@ class ConfidenceRows:
     def take(self) -> _PendingRows | None:
         """Newest rows that have arrived; older ones are superseded by it."""
         newest = None
-        while self._pending and (
-            self._pending[0].event is None or self._pending[0].event.query()
-        ):
+        while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
             newest = self._pending.popleft()
         return newest
 
@@ -119,10 +117,11 @@ class StepClock:
     def timing(self, input_batch: Any, width: int) -> StepTiming:
         """The step as a sample of the cost table; call after the step."""
         num_requests = input_batch.num_reqs
-        drafts = input_batch.num_draft_tokens_per_req
-        if drafts is None or not drafts.any():
+        # offsets rather than scheduled drafts: device windows change the former only
+        windows = np.diff(input_batch.cu_num_logits_np)
+        if (windows == 1).all():
             shape = StepShape.SINGLE
-        elif (drafts == width).all():
+        elif (windows == width + 1).all():
             shape = StepShape.NATIVE
         else:
             shape = StepShape.RAGGED
@@ -153,15 +152,21 @@ class StepReporter:
         ids = tuple(input_batch.req_ids)
         self._rows.record(order.step_id, ids, self.owners.of(ids), logits[: len(ids)])
 
-    def report(self, input_batch: Any) -> StepReport:
-        """What is known by now."""
+    def report(self, input_batch: Any, admitted: dict[str, int] | None) -> StepReport:
+        """What is known by now; admitted: of this step, if windows were set on the worker."""
         timings: tuple[StepTiming, ...] = ()
         if self.clock is not None:
             timings = (self.clock.timing(input_batch, self._width),)
         table, self.cost_table = self.cost_table, None
         rows = self._rows.take()
         if rows is None:
-            return StepReport(0, (), _NO_OWNERS, _NO_ROWS, timings, table)
+            return StepReport(0, (), _NO_OWNERS, _NO_ROWS, timings, admitted, table)
         return StepReport(
-            rows.stamp, rows.request_ids, rows.owners, rows.host.numpy(), timings, table
+            rows.stamp,
+            rows.request_ids,
+            rows.owners,
+            rows.host.numpy(),
+            timings,
+            admitted,
+            table,
         )

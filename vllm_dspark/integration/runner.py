@@ -5,6 +5,7 @@ import logging
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -15,12 +16,13 @@ from vllm_dspark.config import DSparkConfig
 from vllm_dspark.errors import CostTableError
 from vllm_dspark.integration.backends import reject_ops
 from vllm_dspark.integration.carrier import options_of
+from vllm_dspark.integration.device_windows import DeviceWindows
 from vllm_dspark.integration.profiling import profile_cpu
 from vllm_dspark.integration.rejection import replace_rejection_sampler
 from vllm_dspark.integration.report import StepOrder, attach_report, order_of
 from vllm_dspark.integration.reporting import StepReporter
 from vllm_dspark.integration.speculator import DSparkProposer
-from vllm_dspark.integration.startup import live_fingerprint, resolve_scheduling
+from vllm_dspark.integration.startup import live_fingerprint, resolve_scheduling, settle_windows
 from vllm_dspark.planning.cost import CostTable
 
 logger = logging.getLogger("vllm.vllm_dspark")
@@ -33,11 +35,26 @@ class DSparkRunnerMixin:
     other part of the runner (sizes, capture, profiling) as vLLM made it.
     """
 
+    # of vLLM's GPUModelRunner, which every user of this mixin derives from
+    vllm_config: Any
+    speculative_config: Any
+    device: torch.device
+    max_num_reqs: int
+    num_speculative_steps: int
+    vocab_size: int
+    req_states: Any
+    execute_model_state: Any
+    speculator: Any
+    rejection_sampler: Any
+    adaptive_verification: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dspark_options = options_of(self.vllm_config) or DSparkConfig()
         self.dspark_reporter = StepReporter(self.device, self.num_speculative_steps)
         self._order: StepOrder | None = None
+        self._windows: DeviceWindows | None = None  # set with the KV cache, if windows are "device"
+        self.dspark_batch_ids: list[str] = []
         if self.speculator is not None:  # last pipeline rank only
             self.speculator = None  # free the stock buffers before ours are allocated
             self.speculator = DSparkProposer(self.vllm_config, self.device, self.dspark_options)
@@ -59,6 +76,28 @@ class DSparkRunnerMixin:
                 ),
             )
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's initialisation, then the executor of device windows where they are settled on."""
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        resolution = resolve_scheduling(self.vllm_config, self.dspark_options)
+        mode, _ = settle_windows(self.vllm_config, self.dspark_options)
+        if mode == "device" and resolution.scheduling:
+            self._windows = DeviceWindows(self, resolution.calibration, get_tp_group())
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's gathering; remembers the order of requests in the batch."""
+        state, uniform = super().gather_batch_req_state(*args, **kwargs)  # type: ignore[misc]
+        if state is not None:
+            self.dspark_batch_ids = state.req_ids
+        return state, uniform
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """vLLM's; rows of slots that change hands are forgotten."""
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        if self._windows is not None:
+            for request in scheduler_output.scheduled_new_reqs:
+                self._windows.add_request(self.req_states.req_id_to_index[request.req_id])
+
     def provide_cost_table(self) -> None:
         """Take the cached cost table of this engine, or measure and cache one.
 
@@ -76,9 +115,7 @@ class DSparkRunnerMixin:
         except CostTableError as error:
             logger.warning("vllm-dspark: full windows in this run: %s", error)
             return
-        record = CostTableRecord.from_table(
-            table, live_fingerprint(self.vllm_config)
-        )
+        record = CostTableRecord.from_table(table, live_fingerprint(self.vllm_config))
         self.dspark_reporter.cost_table = record.model_dump_json()
         path = ArtifactStore(self.dspark_options.resolved_cache_dir()).save(record)
         logger.info("vllm-dspark: cost table measured and kept in %s", path)
@@ -93,10 +130,18 @@ class DSparkRunnerMixin:
         if self._order is None:  # dummy runs, foreign schedulers
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.dspark_reporter.owners.update(scheduler_output)
+        self.adaptive_verification = self._windows if self._trims(scheduler_output) else None
         if self.dspark_reporter.clock is not None:
             self.dspark_reporter.clock.reset()
         with self.dspark_reporter.clock or nullcontext():
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _trims(self, scheduler_output: Any) -> bool:
+        """Whether device windows execute this step's plan."""
+        if self._windows is None or self._order is None:
+            return False
+        ids = [name for name, d in scheduler_output.scheduled_spec_decode_tokens.items() if d]
+        return bool(ids) and self._windows.accept(self._order, self.dspark_reporter.owners.of(ids))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's sampling and drafting, then the step's report on its output."""
@@ -116,7 +161,11 @@ class DSparkRunnerMixin:
             reporter.clock.draft_ms = speculator.draft_ms
         if order.draft_next and speculator.has_confidence:
             reporter.record_rows(order, input_batch, speculator.confidence_logits)
-        report = reporter.report(input_batch)
+            if self._windows is not None:
+                rows = torch.sigmoid(speculator.confidence_logits[: input_batch.num_reqs])
+                self._windows.record(order.step_id, input_batch.idx_mapping_np, rows)
+        admitted = self._windows.admitted if self.adaptive_verification is not None else None
+        report = reporter.report(input_batch, admitted)
         attach_report(getattr(output, "model_runner_output", output), report)
 
 
@@ -131,7 +180,7 @@ if current_platform.is_cpu():
     # Imported by name: the module patches torch on import and exists for the CPU build only.
     _cpu = importlib.import_module("vllm.v1.worker.cpu.model_runner")
 
-    class DSparkCPUModelRunner(DSparkRunnerMixin, _cpu.CPUModelRunner):
+    class DSparkCPUModelRunner(DSparkRunnerMixin, _cpu.CPUModelRunner):  # type: ignore[name-defined,misc]
         """V2 runner on the CPU build."""
 
         def profile_costs(self) -> CostTable:

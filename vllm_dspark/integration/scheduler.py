@@ -8,7 +8,11 @@ from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.conductor import Conductor, StepOutlook
 from vllm_dspark.integration.outcomes import OutcomeLog, OutcomeTotals, RequestOutcome
 from vllm_dspark.integration.report import StepOrder, attach_order, order_of, report_of
-from vllm_dspark.integration.startup import require_schedulable, resolve_scheduling
+from vllm_dspark.integration.startup import (
+    require_schedulable,
+    resolve_scheduling,
+    settle_windows,
+)
 from vllm_dspark.integration.windows import GivenWindows
 from vllm_dspark.planning.cost import StepMode
 from vllm_dspark.planning.table import RequestTable
@@ -22,10 +26,19 @@ class DSparkSchedulerMixin:
     Cutting drafts before scheduling gives the freed token budget to prefills that wait for it.
     """
 
+    # of vLLM's Scheduler, which every user of this mixin derives from
+    vllm_config: Any
+    running: list[Any]
+    waiting: Any
+    requests: dict[str, Any]
+    num_spec_tokens: int
+    max_num_running_reqs: int
+    max_num_scheduled_tokens: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options = options_of(self.vllm_config) or DSparkConfig()  # type: ignore[attr-defined]
-        width: int = self.num_spec_tokens  # type: ignore[attr-defined]
+        options = options_of(self.vllm_config) or DSparkConfig()
+        width: int = self.num_spec_tokens
         self.dspark_totals = OutcomeTotals(width)
         self._outcome_log = OutcomeLog(options.record_outcomes) if options.record_outcomes else None
         self._given_windows: GivenWindows | None = None
@@ -36,8 +49,9 @@ class DSparkSchedulerMixin:
         self.conductor = self._make_conductor(options, width)
 
     def _make_conductor(self, options: DSparkConfig, width: int) -> Conductor:
-        vllm_config = self.vllm_config  # type: ignore[attr-defined]
+        vllm_config = self.vllm_config
         resolution = resolve_scheduling(vllm_config, options)
+        mode, _ = settle_windows(vllm_config, options)
         require_schedulable(resolution.off_reason, options)
         for note in resolution.notes:
             logger.warning("vllm-dspark: %s", note)
@@ -45,36 +59,39 @@ class DSparkSchedulerMixin:
             logger.info("vllm-dspark: full windows: %s", resolution.off_reason)
         table = RequestTable(
             width,
-            self.max_num_running_reqs,  # type: ignore[attr-defined]
+            self.max_num_running_reqs,
             resolution.calibration,
-            rank_by_posterior=True,
+            rank_by_posterior=mode == "host",
             online_calibration=options.online_calibration,
         )
-        return Conductor(table, resolution, options, StepMode.EAGER, self.max_num_scheduled_tokens)  # type: ignore[attr-defined]
+        return Conductor(
+            table,
+            resolution,
+            options,
+            StepMode.EAGER,
+            max_tokens=self.max_num_scheduled_tokens,
+            device_windows=mode == "device",
+        )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's schedule, after this step's windows were applied to the running requests."""
-        step_id = self.conductor.begin_step()
-        drafting = [r for r in self.running if r.spec_token_ids]  # type: ignore[attr-defined]
-        drafted = {r.request_id: len(r.spec_token_ids) for r in drafting}
-        stamps = self.conductor.stamps_of(drafted)
-        plan = self.conductor.plan(drafting, self._outlook(drafting)) if drafting else None
-        windows = plan.windows if plan is not None else ()
+        drafting = [r for r in self.running if r.spec_token_ids]
+        order = self.conductor.order(drafting, self._outlook(drafting))
+        windows = order.plan.windows if order.plan is not None else ()
         if self._given_windows is not None and drafting:
             windows = tuple(self._given_windows.next(len(drafting)))
         for request, window in zip(drafting, windows, strict=False):
             if window - 1 < len(request.spec_token_ids):
                 request.spec_token_ids = request.spec_token_ids[: window - 1]
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        order = StepOrder(step_id, plan, drafted, stamps)
         attach_order(output, order)
         self._follow(output, order)
         return output
 
     def _outlook(self, drafting: list[Any]) -> StepOutlook:
-        running = self.running  # type: ignore[attr-defined]
-        num_waiting = len(self.waiting)  # type: ignore[attr-defined]
-        has_room = len(running) < self.max_num_running_reqs  # type: ignore[attr-defined]
+        running = self.running
+        num_waiting = len(self.waiting)
+        has_room = len(running) < self.max_num_running_reqs
         return StepOutlook(
             mixed=len(drafting) < len(running) or (num_waiting > 0 and has_room),
             num_waiting=num_waiting,
@@ -82,7 +99,7 @@ class DSparkSchedulerMixin:
         )
 
     def _follow(self, output: Any, order: StepOrder) -> None:
-        requests = self.requests  # type: ignore[attr-defined]
+        requests = self.requests
         sampling = [
             name for name in output.num_scheduled_tokens if not requests[name].is_prefill_chunk
         ]
@@ -98,8 +115,10 @@ class DSparkSchedulerMixin:
         """vLLM's update, after learning what became of this step's drafts."""
         order = order_of(scheduler_output)
         if order is not None:
-            outcomes = _outcomes(scheduler_output, model_runner_output, order)
-            self.conductor.learn(report_of(model_runner_output), outcomes, order.stamps)
+            report = report_of(model_runner_output)
+            admitted = report.admitted if report is not None else None
+            outcomes = _outcomes(scheduler_output, model_runner_output, order, admitted)
+            self.conductor.learn(report, outcomes, order.stamps)
             self.dspark_totals.add(outcomes)
             if self._outcome_log is not None and outcomes:
                 self._outcome_log.write(order.step_id, outcomes)
@@ -113,9 +132,12 @@ class DSparkSchedulerMixin:
 
 
 def _outcomes(
-    scheduler_output: Any, model_runner_output: Any, order: StepOrder
+    scheduler_output: Any,
+    model_runner_output: Any,
+    order: StepOrder,
+    on_device: dict[str, int] | None,
 ) -> list[RequestOutcome]:
-    """What became of the drafts of one step's requests."""
+    """What became of one step's drafts; on_device: drafts the worker let through."""
     sampled = model_runner_output.sampled_token_ids
     if not sampled:
         return []
@@ -127,6 +149,8 @@ def _outcomes(
         if index is None or not sampled[index]:
             continue  # not scheduled after all, or only a chunk of a resumed prefill
         admitted = len(verified.get(request_id, ()))
+        if on_device is not None:
+            admitted = min(admitted, on_device.get(request_id, admitted))
         scored = admitted - invalid.get(request_id, 0)
         accepted = min(len(sampled[index]) - 1, scored)
         outcomes.append(RequestOutcome(request_id, num_drafted, admitted, scored, accepted))

@@ -7,7 +7,7 @@ import functools
 import logging
 import platform
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,7 @@ from vllm_dspark.artifacts.fingerprint import Fingerprint, hash_config
 from vllm_dspark.artifacts.freshness import Resolution, resolve
 from vllm_dspark.artifacts.store import ArtifactStore
 from vllm_dspark.config import DSparkConfig
+from vllm_dspark.cpu.build import is_cpu_build
 from vllm_dspark.errors import DSparkConfigError
 from vllm_dspark.integration.compat import vllm_version
 from vllm_dspark.planning.calibration import Calibration
@@ -26,7 +27,9 @@ logger = logging.getLogger("vllm.vllm_dspark")
 def resolve_scheduling(vllm_config: Any, options: DSparkConfig) -> Resolution:
     """Whether verification is scheduled, with what table and calibration, and if not why."""
     width = vllm_config.speculative_config.num_speculative_tokens
-    if reason := unsupported(vllm_config):
+    mode, why = settle_windows(vllm_config, options)
+    reason = unsupported(vllm_config) or (why if mode == "native" else "")
+    if reason:
         return Resolution(reason, Calibration.identity(width))
     store = ArtifactStore(options.resolved_cache_dir())
     return resolve(options, live_fingerprint(vllm_config), store)
@@ -38,6 +41,41 @@ def unsupported(vllm_config: Any) -> str:
     if not getattr(speculative.draft_model_config.hf_config, "enable_confidence_head", False):
         return "the drafter has no confidence head (enable_confidence_head in its config.json)"
     return ""
+
+
+WindowMode = Literal["host", "device", "native"]
+
+
+def settle_windows(vllm_config: Any, options: DSparkConfig) -> tuple[WindowMode, str]:
+    """Who sets windows in this engine, and why; "native" means full windows always.
+
+    | engine                                   | auto   | host | device                        |
+    |------------------------------------------|--------|------|-------------------------------|
+    | CPU build                                | host   | host | device                        |
+    | data parallel                            | native | native | native                      |
+    | LoRA, or pipeline parallel               | host   | host | native: lengths must be known |
+    | CUDA, eager or piecewise graphs          | host   | host | native: nothing to gain       |
+    | CUDA, full graphs                        | native | host | native: not measured yet      |
+    """
+    wish = options.windows
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        return "native", f"data_parallel_size = {parallel.data_parallel_size}: ranks cannot agree"
+    host_lengths = ""
+    if vllm_config.lora_config is not None:
+        host_lengths = "LoRA needs lengths that the host knows"
+    elif parallel.pipeline_parallel_size > 1:
+        host_lengths = "pipeline ranks need lengths that the host knows"
+    if host_lengths:
+        return ("native", host_lengths) if wish == "device" else ("host", host_lengths)
+    if is_cpu_build():
+        return ("device", "asked for") if wish == "device" else ("host", "a CPU has no graphs")
+    if wish == "host":
+        return "host", "asked for"
+    if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        reason = "no full graphs, so lengths on the host cost nothing"
+        return ("native", reason) if wish == "device" else ("host", reason)
+    return "native", "device windows inside full CUDA graphs are not released yet"
 
 
 def require_schedulable(reason: str, options: DSparkConfig) -> None:

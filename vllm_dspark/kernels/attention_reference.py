@@ -78,3 +78,73 @@ def ragged_attention_reference(
         result = attention_reference(q[begin:end], keys, values, positions, scale, shape, sinks)
         out[begin:end] = result.to(out.dtype)
     return out
+
+
+def norm_rope_reference(
+    # [..., head_dim]
+    x: torch.Tensor,
+    # broadcastable to x
+    weight: torch.Tensor,
+    # [..., rotary_dim] cosines and sines of each row
+    cos_sin: torch.Tensor,
+    is_neox: bool,
+    eps: float,
+) -> torch.Tensor:
+    """RMSNorm and RoPE in float32."""
+    x = x.float()
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    cos, sin = cos_sin.float().chunk(2, dim=-1)
+    rotary = cos_sin.shape[-1]
+    rotated = y[..., :rotary].clone()
+    half = rotary // 2
+    first, second = (
+        (rotated[..., :half], rotated[..., half:])
+        if is_neox
+        else (rotated[..., ::2], rotated[..., 1::2])
+    )
+    a, b = first * cos - second * sin, second * cos + first * sin
+    rotated = torch.cat([a, b], -1) if is_neox else torch.stack([a, b], -1).flatten(-2)
+    return torch.cat([rotated, y[..., rotary:]], -1)
+
+
+def cache_rows_reference(
+    cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None
+) -> None:
+    """Writes [num_tokens, num_kv_heads, head_dim] into a paged cache; slots < 0 are skipped."""
+    page = cache.shape[1]
+    if scale is not None:
+        limit = torch.finfo(cache.dtype).max
+        rows = (rows.float() / scale).clamp(-limit, limit)
+    keep = slots >= 0
+    cache[slots[keep] // page, slots[keep] % page] = rows[keep].to(cache.dtype)
+
+
+def latent_block_attention_reference(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int,
+    sinks: torch.Tensor | None = None,
+    cache_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Twin of ``latent_block_attention``."""
+    latent_dim = out.shape[2]
+    block_size = out.shape[0] // len(seq_lens)
+    for req, num_keys in enumerate(seq_lens.tolist()):
+        rows = slice(req * block_size, (req + 1) * block_size)
+        if num_keys == 0:
+            out[rows] = 0
+            continue
+        keys = gather_pages(cache[:, :, None], block_table[req], num_keys)
+        if cache_scale is not None:
+            keys = keys * cache_scale
+        shape = AttentionShape(q.shape[1], 1, q.shape[2], causal=False, sliding_window=window)
+        positions = max(num_keys - block_size, 0) + torch.arange(block_size, device=q.device)
+        values = keys[..., :latent_dim]
+        out[rows] = attention_reference(q[rows], keys, values, positions, scale, shape, sinks).to(
+            out.dtype
+        )
+    return out

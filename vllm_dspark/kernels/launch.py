@@ -178,3 +178,27 @@ def rejection_parts(device: Device, num_reqs: int, num_columns: int, vocab: int)
     while parts < wanted and parts < 32 and vocab // (parts * 2) >= 4096:
         parts *= 2
     return parts
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLaunch:
+    """Tile of the windowed latent attention."""
+
+    block_m: int  # rows: tokens x heads
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def latent_launch(arch: int, num_rows: int) -> LatentLaunch:
+    """Launch of the windowed latent attention.
+
+    A row tile keeps 512 float32 accumulators per row in registers and a 512-wide key tile in shared
+    memory, used as K and, transposed, as V. sm_120 (never run) has room for 16 keys in two stages;
+    sm_100 and sm_103 (never run) use the Hopper tile, whose 32 rows are below tcgen05's 64.
+    """
+    block_m = 16 if num_rows <= 16 else 32
+    warps = 4 if block_m == 16 else 8
+    if arch == 120:
+        return LatentLaunch(block_m, 16, warps, 2)
+    return LatentLaunch(block_m, 32, warps, 2)

@@ -8,11 +8,12 @@ product is off even where each factor looks fair. Sequential temperature scaling
     T_k  = argmin_T  ECE(a'_{k-1} * sigmoid(logit(c_k) / T),  y_k)
 
 with y_k = 1 if the first k drafts were all accepted, and T_1..T_{k-1} already fixed.
-y_k is known past a first rejection (it is 0) and unknown only past the end of the
-window, so such entries are left out. Offsets b_k are zero after a fit; they belong
-to the online correction (online.py), because a temperature alone cannot move a
-confidence across 1/2. Greedy and sampled requests accept by different rules, so
-each class has its own parameters.
+Past a first rejection y_k is known: it is 0. Rows whose window ends before k are left
+out whatever happened inside it: were those kept that were rejected before the end
+(and so known to be 0), the sample would hold too many failures. Offsets b_k are zero
+after a fit; they belong to the online correction (online.py), because a temperature
+alone cannot move a confidence across 1/2. Greedy and sampled requests accept by
+different rules, so each class has its own parameters.
 """
 
 import math
@@ -132,8 +133,7 @@ def fit_temperatures(
     product = np.ones(len(logits))
     temperatures = []
     for k in range(logits.shape[1]):
-        # y_k is unknown only where everything verified was accepted and the window ended.
-        known = (admitted > k) | (accepted < admitted)
+        known = admitted > k
         outcome = (accepted > k)[known]
         before, z = product[known], logits[known, k]
         temperature = _best_temperature(before, z, outcome, num_bins)

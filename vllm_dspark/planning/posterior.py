@@ -119,8 +119,8 @@ class AcceptancePosterior:
         num_shared = int(np.add.reduce(shared))
         if num_shared:
             self.num_observed += num_shared
-            weight = self._cap.weights(tenant, shared)
-            self._teach_shared(weight * untouched, group, trials, accepted)
+            weight = self._cap.weights(tenant, shared > 0)
+            self._teach_shared(weight, group, trials, accepted)
 
     def _teach_shared(
         self, weight: FloatArray, group: IntArray, trials: IntArray, accepted: IntArray

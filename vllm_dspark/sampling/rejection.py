@@ -16,7 +16,7 @@ from vllm_dspark.kernels.protocols import (
     RejectRule,
     SamplingState,
 )
-from vllm_dspark.kernels.reference import finite_or_neg_inf
+from vllm_dspark.kernels.reference import F32_MAX, finite_or_neg_inf
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,9 @@ def _draw(
     """[R] token drawn from the residual, or from p where there is no judged draft."""
     residual = (ratio[final][:, None] * p[final].double() - q[final]).clamp_min(0)
     use_residual = judgeable[final] & (residual.sum(dim=-1) > 0)
-    scores = torch.where(use_residual[:, None], residual.log().float(), logits[final])
+    # Relative to the top, so that the noise is not lost beside large logits
+    relative = logits[final] - logits[final].max(dim=-1, keepdim=True).values.clamp_min(-F32_MAX)
+    scores = torch.where(use_residual[:, None], residual.log().float(), relative)
     tokens = torch.arange(logits.shape[1], device=logits.device)
     gumbel = noise.gumbel_rows(
         rows.seed[final], batch.pos.long()[final], rows.column[final], noise.RESAMPLE, tokens

@@ -27,9 +27,9 @@ class CPUBackend(BaseBackend):
     def parse_options(self, options: dict[str, Any]) -> Any:
         """First thing Triton asks for when it wants to compile a kernel."""
         raise NotImplementedError(
-            "vllm-dspark's cpu backend for Triton cannot compile kernels: this launch has no native "
-            "implementation and the interpreter is off. Start the process with TRITON_INTERPRET=1 "
-            "(the default that vllm-dspark sets on the CPU build) to run it in the interpreter."
+            "vllm-dspark's cpu backend for Triton cannot compile kernels: this kernel has no "
+            "native implementation and the interpreter is off. Start the process with "
+            "TRITON_INTERPRET=1 (vllm-dspark's default on the CPU build) to interpret it."
         )
 
     def add_stages(self, stages: dict[str, Any], options: object, language: Any = None) -> None:
