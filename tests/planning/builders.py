@@ -48,7 +48,7 @@ def batch(acceptance, **changes):
     acceptance = np.asarray(acceptance, dtype=np.float32)
     k, n = acceptance.shape
     values = {
-        "owner": np.arange(1, n + 1, dtype=np.uint64),
+        "owner": np.arange(1, n + 1, dtype=np.int64),
         "acceptance": acceptance,
         "known": np.ones(n, dtype=bool),
         "num_drafts": np.full(n, k, dtype=np.int32),

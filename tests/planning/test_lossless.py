@@ -49,63 +49,65 @@ def first_tokens(passes):
 
 
 class TestNoiseOfRedraftedPositions:
-    """Trap 2. ~30,000 tokens: the bias of 0.028 is 10.6 sigma, power > 1 - 1e-8."""
+    """Trap 2. About 16,000 tokens: the bias of 0.028 is 7.7 sigma, power 0.997."""
 
     def test_noise_by_position_alone_is_caught(self):
         world = World(noise_by_position, **TRAP_2, seed=11)
-        tokens = all_tokens(world.run(19_000))
+        tokens = all_tokens(world.run(10_000))
         assert z_score(tokens) > Z_LIMIT
-        assert np.mean(np.asarray(tokens) == 0) == pytest.approx(0.728, abs=0.008)
+        assert np.mean(np.asarray(tokens) == 0) == pytest.approx(0.728, abs=0.011)
 
     def test_noise_by_position_and_column_is_lossless(self):
         world = World(noise_by_position_and_column, **TRAP_2, seed=11)
-        tokens = all_tokens(world.run(19_000))
+        tokens = all_tokens(world.run(10_000))
         assert abs(z_score(tokens)) < Z_LIMIT
         # The planner did both: verified whole blocks, and nothing.
         assert set(world.budgets) == {0, 3}
 
 
 class TestAdmissionLooksAtItsToken:
-    """Trap 1, paper appendix A. 4,000 passes: 0.15 is 21 sigma, power > 1 - 1e-50."""
+    """Trap 1, paper appendix A. 1,500 passes: 0.15 is 13 sigma, power > 1 - 1e-12."""
 
     def test_row_of_the_verified_pass_under_an_old_stamp_is_caught(self):
         world = World(noise_by_position_and_column, **APPENDIX_A, seed=5, lag=0, stamp_offset=-1)
-        tokens = first_tokens(world.run(4_000))
+        tokens = first_tokens(world.run(1_500))
         assert z_score(tokens) > Z_LIMIT
-        assert np.mean(np.asarray(tokens) == 0) == pytest.approx(0.85, abs=0.03)
+        assert np.mean(np.asarray(tokens) == 0) == pytest.approx(0.85, abs=0.04)
 
     def test_row_of_the_verified_pass_is_refused(self):
         world = World(noise_by_position_and_column, **APPENDIX_A, seed=5, lag=0)
-        tokens = first_tokens(world.run(4_000))
+        tokens = first_tokens(world.run(1_500))
         assert abs(z_score(tokens)) < Z_LIMIT
-        assert sum(counts.current for counts in world.counts) == 4_000
+        assert sum(counts.current for counts in world.counts) == 1_500
 
     @pytest.mark.parametrize("lag", [1, 2, 3])
     def test_lagged_rows_are_lossless(self, lag):
         world = World(noise_by_position_and_column, **APPENDIX_A, seed=6, lag=lag)
-        tokens = first_tokens(world.run(4_000))
+        tokens = first_tokens(world.run(1_500))
         assert abs(z_score(tokens)) < Z_LIMIT
         assert not any(counts.current for counts in world.counts)
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-@pytest.mark.parametrize("rank_by_posterior", [False, True])
-def test_everything_learned_online_stays_lossless(rank_by_posterior, lag):
-    """Posterior, online calibration and default options in the loop, 12,000 tokens.
+def test_everything_learned_online_stays_lossless():
+    """Posterior, online calibration, default options, longer lags, all in the loop.
 
-    Power: a bias of 0.03 is caught with probability > 0.98.
+    About 16,000 tokens pooled over eight set-ups; a bias of 0.028 has power 0.997.
     """
+    tokens = []
     for options in (SENSITIVE, PlannerOptions(probe_interval=4)):
-        world = World(
-            noise_by_position_and_column,
-            **TRAP_2,
-            seed=21 + lag,
-            options=options,
-            rank_by_posterior=rank_by_posterior,
-            online_calibration=True,
-            lag=lag,
-        )
-        assert abs(z_score(all_tokens(world.run(7_000)))) < Z_LIMIT
+        for rank_by_posterior in (False, True):
+            for lag in (1, 2):
+                world = World(
+                    noise_by_position_and_column,
+                    **TRAP_2,
+                    seed=21 + lag,
+                    options=options,
+                    rank_by_posterior=rank_by_posterior,
+                    online_calibration=True,
+                    lag=lag,
+                )
+                tokens += all_tokens(world.run(1_250))
+    assert abs(z_score(tokens)) < Z_LIMIT
 
 
 def by_count_of_sorted(order):

@@ -34,37 +34,37 @@ _SERIES_LIMIT = np.float32(noise.SERIES_LIMIT)
 
 
 @intrinsic
-def bits_of(typingctx: Any, x: Any) -> Any:  # noqa: ARG001
+def bits_of(typingctx: Any, x: Any) -> Any:
     """int32 with the bits of a float32."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(32))
 
     return types.int32(types.float32), codegen
 
 
 @intrinsic
-def float_of(typingctx: Any, x: Any) -> Any:  # noqa: ARG001
+def float_of(typingctx: Any, x: Any) -> Any:
     """float32 with the bits of an int32."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.int32), codegen
 
 
 @intrinsic
-def widen(typingctx: Any, x: Any) -> Any:  # noqa: ARG001
+def widen(typingctx: Any, x: Any) -> Any:
     """float32 value of an array element: int16 elements hold bfloat16 bits."""
     if x == types.float32:
 
-        def identity(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        def identity(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return args[0]
 
         return types.float32(types.float32), identity
     if x == types.int16:
 
-        def shift(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        def shift(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             word = builder.zext(args[0], ir.IntType(32))
             word = builder.shl(word, ir.Constant(ir.IntType(32), 16))
             return builder.bitcast(word, ir.FloatType())
@@ -87,7 +87,7 @@ def order_key(x):  # type: ignore[no-untyped-def]
     """int32 that orders as the float32 does, NaN as -inf: integer maxima vectorise."""
     word = bits_of(x)
     key = word ^ ((word >> np.int32(31)) & np.int32(0x7FFFFFFF))
-    return key if x == x else KEY_NEG_INF
+    return KEY_NEG_INF if math.isnan(x) else key
 
 
 @njit(inline="always")
@@ -99,7 +99,7 @@ def key_value(key):  # type: ignore[no-untyped-def]
 @njit(inline="always")
 def clean(x):  # type: ignore[no-untyped-def]
     """Logit with NaN as -inf and +inf as the largest float32."""
-    x = x if x == x else NEG_INF
+    x = NEG_INF if math.isnan(x) else x
     return x if x < F32_MAX else F32_MAX
 
 
@@ -261,10 +261,9 @@ def gumbel_argmax(scores, size, d2t, lo, hi, block_keys):  # type: ignore[no-unt
             first, first_key = b, key
     if first_key == KEY_NEG_INF:
         return 0
+    start, stop = first * BLOCK, min((first + 1) * BLOCK, size)
     everything = np.uint32(0xFFFFFFFF)
-    best, best_token = _best_in_block(
-        scores, first * BLOCK, min((first + 1) * BLOCK, size), d2t, lo, hi, everything, NEG_INF, size
-    )
+    best, best_token = _best_in_block(scores, start, stop, d2t, lo, hi, everything, NEG_INF, size)
     for b in range(num_blocks):
         if b == first or block_keys[b] == KEY_NEG_INF:
             continue
@@ -273,10 +272,7 @@ def gumbel_argmax(scores, size, d2t, lo, hi, block_keys):  # type: ignore[no-unt
         slack = 1e-4 + 1e-6 * abs(np.float64(best))
         limit = bits_limit(np.float64(best) - top - slack)
         start, stop = b * BLOCK, min((b + 1) * BLOCK, size)
-        if d2t.size == 0:
-            if fewest_bits(lo, hi, start, stop) > limit:
-                continue
-        best, best_token = _best_in_block(
-            scores, start, stop, d2t, lo, hi, limit, best, best_token
-        )
+        if d2t.size == 0 and fewest_bits(lo, hi, start, stop) > limit:
+            continue
+        best, best_token = _best_in_block(scores, start, stop, d2t, lo, hi, limit, best, best_token)
     return best_token

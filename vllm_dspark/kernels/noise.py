@@ -1,8 +1,8 @@
-"""Counter-based noise: every random number of drafting and rejection, as a pure function of its key.
+"""Counter-based noise: each random number of drafting and rejection is a pure function of its key.
 
-No generator state exists, so a request's draws do not depend on its batch, on padding or on what was
-scheduled beside it. Every implementation (this torch one, numba in ``cpu/``, Triton) produces the
-same 32 bits for a key; the floating-point functions of those bits may differ by a few ulp.
+No generator state exists, so a request's draws do not depend on its batch, on padding or on what
+was scheduled beside it. Every implementation (this torch one, numba in ``cpu/``, Triton) produces
+the same 32 bits for a key; the floating-point functions of those bits may differ by a few ulp.
 
 Key
     seed      int64, the request's seed
@@ -13,8 +13,8 @@ Key
     domain    DRAFT = 0, ACCEPT = 1, RESAMPLE = 2
     token     uint32, id in the TARGET vocabulary (ACCEPT draws use token 0)
 
-The column is what makes a redrafted position fresh: each emitting step moves the anchor, so the same
-position lands in another column (DESIGN.md, losslessness trap 2).
+The column is what makes a redrafted position fresh: each emitting step moves the anchor, so the
+same position lands in another column (DESIGN.md, losslessness trap 2).
 
 Bits (all arithmetic modulo 2**32, shifts logical)
     fmix(h):  h ^= h >> 16;  h *= 0x85EBCA6B;  h ^= h >> 13;  h *= 0xC2B2AE35;  h ^= h >> 16
@@ -40,8 +40,8 @@ Numbers (float32)
         v <  2**-4:  v * (1 + v*(1/2 + v*(1/3 + v*(1/4 + v*(1/5 + v*(1/6))))))
         v >= 2**-4:  -log(1 - v)
     g = -log(e), Gumbel(0, 1)
-A large g, which decides an argmax, comes from v -> 0, where float32 keeps all 32 source bits; g lies
-in [-2.82, 22.88].
+A large g, which decides an argmax, comes from v -> 0, where float32 keeps all 32 source bits; g
+lies in [-2.82, 22.88].
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What drafting and rejection take and return; every backend implements the two Protocols at the end.
+"""What drafting and rejection take and return; backends implement the two Protocols at the end.
 
 Sizes: R requests of the step (padded rows included), K draft width, M request slots of the engine,
 N verified rows of the step, V target vocabulary, V_d draft vocabulary, H drafter hidden size, r
@@ -32,7 +32,7 @@ class MarkovHead:
 
     @property
     def rank(self) -> int:
-        return self.w1.shape[1]
+        return int(self.w1.shape[1])
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class DraftOutput:
 
 @dataclass(frozen=True)
 class RejectBatch:
-    """One step's verification input. A request owns the rows cu_num_logits[r]..cu_num_logits[r+1]-1.
+    """One step's verification input: window r is the rows cu_num_logits[r]..cu_num_logits[r+1]-1.
 
     The row j of a window holds the target's logits AFTER the window's input token j: row 0's input
     is the last sampled token, the input of row j >= 1 is draft j-1. So row j judges draft column j,

@@ -12,18 +12,18 @@ deepspec/modeling/dspark/markov_head.py). For the columns k = 0..K-1 of a reques
     confidence logit_k = w . [h_k ; e_k] + b        (or w . h_k + b)
 
 Temperature 0, or no logits cache: x_k = argmax l_k. Otherwise l_k is first rounded to the cache's
-dtype and stored, then x_k = argmax(l_k / T + Gumbel(DRAFT)): what was drawn from is bit for bit what
-rejection will divide by. Ties go to the lowest draft id; NaN counts as -inf. Ids below are draft ids,
-x_k is its target id.
+dtype and stored, then x_k = argmax(l_k / T + Gumbel(DRAFT)): what was drawn from is bit for bit
+what rejection will divide by. Ties go to the lowest draft id; NaN counts as -inf. The argmax is a
+draft id, x_k its target id.
 
 Rejection (`_reject_standard`, `_reject_block`): p is the softmax of a target row, q that of the
-cached draft row divided by the request's temperature, or one-hot at the draft when there is no cache.
+cached draft row divided by the request's temperature, or one-hot at the draft without a cache.
 A token is drawn from weights w as argmax(log w + Gumbel(RESAMPLE)).
 
 Bad rows. NaN counts as -inf and +inf as the largest float32. A draft row without any finite logit
-cannot have produced its draft, so the draft is rejected and p is sampled; a residual that rounds to
-zero everywhere falls back to p; a target row without any finite logit accepts nothing and yields
-token 0. No input makes an id outside 0..V-1.
+cannot have produced its draft, so the draft is rejected and p is sampled; a residual that rounds
+to zero everywhere falls back to p; a target row without any finite logit accepts nothing and
+yields token 0. No input makes an id outside 0..V-1.
 """
 
 from itertools import pairwise
@@ -137,9 +137,7 @@ class ReferenceDraftOps:
                 stored = logits.to(out.logits_cache.dtype)
                 cache_slots = slots[sampled]
                 out.logits_cache[cache_slots[:, None], k, ids[None, :]] = stored[sampled]
-                gumbel = noise.gumbel_rows(
-                    seeds, batch.position[rows, k], k, noise.DRAFT, ids
-                )
+                gumbel = noise.gumbel_rows(seeds, batch.position[rows, k], k, noise.DRAFT, ids)
                 scaled = stored.float() / torch.where(sampled, temperature, 1.0)[:, None]
                 drawn = torch.where(sampled, (scaled + gumbel).argmax(dim=-1), drawn)
             prev = ids[drawn]
@@ -201,7 +199,7 @@ class _Window:
         self.num_drafts = end - start - 1
         self.logits = batch.target_logits[start:end]
         self.pos = batch.pos[start:end]
-        self.drafts = batch.draft_tokens[start + 1 : end].tolist()
+        self.drafts: list[int] = batch.draft_tokens[start + 1 : end].tolist()
         self.draft_logits = None if batch.draft_logits is None else batch.draft_logits[self.slot]
 
     def p(self, column: int) -> torch.Tensor:
@@ -234,29 +232,29 @@ class _Window:
 
 def _reject_greedy(window: _Window, rule: RejectRule) -> list[int]:
     """Temperature 0: accept while the draft is the target's argmax, then the argmax."""
-    argmax = finite_or_neg_inf(window.logits).argmax(dim=-1).tolist()
+    argmax: list[int] = finite_or_neg_inf(window.logits).argmax(dim=-1).tolist()
     valid = (finite_or_neg_inf(window.logits) > NEG_INF).any(dim=-1).tolist()
     for i, x in enumerate(window.drafts):
         accept = x == argmax[i] and valid[i]
         if rule.synthetic_rates is not None:
             accept = window.u(i) < float(rule.synthetic_rates[i]) and 0 <= x < len(window.logits[i])
         if not accept:
-            return window.drafts[:i] + [argmax[i]]
-    return window.drafts + [argmax[-1]]
+            return [*window.drafts[:i], argmax[i]]
+    return [*window.drafts, argmax[-1]]
 
 
 def _reject_standard(window: _Window, rule: RejectRule) -> list[int]:
     """Leviathan et al. 2023, algorithm 1: accept x with probability min(1, p(x) / q(x))."""
     for i, x in enumerate(window.drafts):
         if not window.judgeable(i):
-            return window.drafts[:i] + [window.draw(window.p(i), i)]
+            return [*window.drafts[:i], window.draw(window.p(i), i)]
         p, q = window.p(i), window.q(i)
         accept = window.u(i) * float(q[x]) < float(p[x])
         if rule.synthetic_rates is not None:
             accept = window.u(i) < float(rule.synthetic_rates[i])
         if not accept:
-            return window.drafts[:i] + [window.draw((p - q).clamp_min(0), i)]
-    return window.drafts + [window.draw(window.p(window.num_drafts), window.num_drafts)]
+            return [*window.drafts[:i], window.draw((p - q).clamp_min(0), i)]
+    return [*window.drafts, window.draw(window.p(window.num_drafts), window.num_drafts)]
 
 
 def _clipped_ratio(p: float, q: float) -> float:
@@ -290,9 +288,7 @@ def _reject_block(window: _Window) -> list[int]:
             h = mass / rest if rest > 0 else 1.0
         if window.u(i - 1) <= h:
             accepted, accepted_ratio = i, ratio
-    p = window.p(accepted)
+    weights = window.p(accepted)
     if accepted < length:
-        weights = (accepted_ratio * p - window.q(accepted)).clamp_min(0)
-    else:
-        weights = p
-    return window.drafts[:accepted] + [window.draw(weights, accepted)]
+        weights = (accepted_ratio * weights - window.q(accepted)).clamp_min(0)
+    return [*window.drafts[:accepted], window.draw(weights, accepted)]

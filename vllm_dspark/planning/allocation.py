@@ -19,7 +19,7 @@ import numpy.typing as npt
 from vllm_dspark.errors import PlanError
 
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.integer]
 
 _FORCED = np.float32(2.0)  # above every survival
 _BARRED = np.float32(-1.0)  # below every survival
@@ -60,8 +60,8 @@ class Ranking:
         """Drafts admitted per request, [n], summing to `budget` exactly.
 
         Equal to sorting by (key descending, position, request) and counting the first
-        `budget`: everything above the budget-th key is in, and C order of [K, n] is
-        the tie order among drafts equal to it.
+        `budget`: everything from the budget-th key up is in, less the last of those
+        equal to it in the C order of [K, n], which is (position, request).
         """
         if not self.least <= budget <= self.most:
             raise PlanError(
@@ -72,27 +72,32 @@ class Ranking:
         if budget == 0:
             return np.zeros(num_requests, dtype=np.int32)
         threshold = self.ascending[self.ascending.size - budget]
-        above = self.keys > threshold
-        admitted: IntArray = np.add.reduce(above, axis=0, dtype=np.int32)
-        missing = budget - int(np.add.reduce(admitted))
-        tied = (self.keys == threshold).ravel().nonzero()[0][:missing]
-        np.add.at(admitted, tied % num_requests, np.int32(1))
+        admitted: IntArray = np.add.reduce(self.keys >= threshold, axis=0, dtype=np.int32)
+        excess = int(np.add.reduce(admitted)) - budget
+        if excess:  # ties at the threshold: the last of them stay out
+            tied = (self.keys == threshold).ravel().nonzero()[0][-excess:]
+            np.subtract.at(admitted, tied % num_requests, np.int32(1))
         return admitted
 
 
-def rank(survival: FloatArray, capacity: IntArray, floor: IntArray) -> Ranking:
+def rank(survival: FloatArray, capacity: IntArray, floor: IntArray | None = None) -> Ranking:
     """Rank drafts [K, n]; of request i at least floor[i] and at most capacity[i] are admitted."""
-    width, num_requests = survival.shape
-    most, least = int(np.add.reduce(capacity)), int(np.add.reduce(floor))
-    positions = np.arange(width, dtype=np.int32)[:, None]
+    most = int(np.add.reduce(capacity))
+    least = 0 if floor is None else int(np.add.reduce(floor))
     keys, forced_gain = survival, 0.0
-    if most < width * num_requests:
-        keys = np.where(positions < capacity, survival, _BARRED)
-    if least:
-        below = positions < floor
+    if most < survival.size:
+        keys = np.where(_positions(survival) < capacity, survival, _BARRED)
+    if floor is not None and least:
+        below = _positions(survival) < floor
         forced_gain = float(np.add.reduce(survival[below]))
         keys = np.where(below, _FORCED, keys)
-    return Ranking(keys, np.sort(keys, axis=None), least, most, forced_gain)
+    ascending = keys.flatten()
+    ascending.sort()
+    return Ranking(keys, ascending, least, most, forced_gain)
+
+
+def _positions(survival: FloatArray) -> IntArray:
+    return np.arange(survival.shape[0], dtype=np.int32)[:, None]
 
 
 def allocate(survival: FloatArray, capacity: IntArray, floor: IntArray, budget: int) -> IntArray:

@@ -46,7 +46,6 @@ class StepRows:
     base: int  # rows that are not drafts, prefill chunks included
     num_sampling: int  # requests that emit a token whatever is admitted
     kv_tokens: int
-    max_tokens: int  # largest step allowed
 
 
 def best_ragged(
@@ -57,9 +56,7 @@ def best_ragged(
     if axis is None:
         return None
     sizes, times = axis
-    least, most = ranking.least, min(ranking.most, rows.max_tokens - rows.base)
-    if most < least:
-        return None
+    least, most = ranking.least, ranking.most
     if mode.padded:
         first = int(sizes.searchsorted(rows.base + least))
         last = int(sizes.searchsorted(rows.base + most))

@@ -8,11 +8,12 @@ product is off even where each factor looks fair. Sequential temperature scaling
     T_k  = argmin_T  ECE(a'_{k-1} * sigmoid(logit(c_k) / T),  y_k)
 
 with y_k = 1 if the first k drafts were all accepted, and T_1..T_{k-1} already fixed.
-y_k is known past a first rejection (it is 0) and unknown only past the end of the
-window, so such entries are left out. Offsets b_k are zero after a fit; they belong
-to the online correction (online.py), because a temperature alone cannot move a
-confidence across 1/2. Greedy and sampled requests accept by different rules, so
-each class has its own parameters.
+Past a first rejection y_k is known: it is 0. Rows whose window ends before k are left
+out whatever happened inside it: were those kept that were rejected before the end
+(and so known to be 0), the sample would hold too many failures. Offsets b_k are zero
+after a fit; they belong to the online correction (online.py), because a temperature
+alone cannot move a confidence across 1/2. Greedy and sampled requests accept by
+different rules, so each class has its own parameters.
 """
 
 import math
@@ -39,7 +40,8 @@ MAX_TEMPERATURE = 20.0
 
 def logit(probability: npt.NDArray[np.floating]) -> FloatArray:
     """log(p / (1 - p)) in float32 with the ends cut off."""
-    p = np.clip(probability, _EDGE, np.float32(1.0) - _EDGE, dtype=np.float32)
+    p = np.maximum(probability, _EDGE, dtype=np.float32)
+    np.minimum(p, np.float32(1.0) - _EDGE, out=p)
     odds: FloatArray = p / (np.float32(1.0) - p)
     return np.log(odds, out=odds)
 
@@ -52,8 +54,8 @@ class Calibration:
     sampled: Vector
     greedy_offset: Vector = ()
     sampled_offset: Vector = ()
-    _slope: FloatArray = field(init=False, repr=False, compare=False)  # [2, K, 1] of 1 / T
-    _offset: FloatArray = field(init=False, repr=False, compare=False)  # [2, K, 1]
+    _slope: FloatArray = field(init=False, repr=False, compare=False)  # [2, K, 1] of -1 / T
+    _offset: FloatArray = field(init=False, repr=False, compare=False)  # [2, K, 1] of -b
     _identity: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,8 +66,9 @@ class Calibration:
             _check(name, getattr(self, name), getattr(self, f"{name}_offset"), width)
         slope = 1.0 / np.array([self.greedy, self.sampled], dtype=np.float64)
         offset = np.array([self.greedy_offset, self.sampled_offset], dtype=np.float32)
-        object.__setattr__(self, "_slope", slope.astype(np.float32)[:, :, None])
-        object.__setattr__(self, "_offset", offset[:, :, None])
+        # Signs turned, because the sigmoid wants exp(-z).
+        object.__setattr__(self, "_slope", -slope.astype(np.float32)[:, :, None])
+        object.__setattr__(self, "_offset", -offset[:, :, None])
         object.__setattr__(self, "_identity", bool((slope == 1.0).all() and not offset.any()))
 
     @property
@@ -97,7 +100,6 @@ class Calibration:
         z = logit(confidence)
         np.multiply(z, slope, out=z)
         np.add(z, offset, out=z)
-        np.negative(z, out=z)
         np.exp(z, out=z)
         np.add(z, np.float32(1.0), out=z)
         return np.reciprocal(z, out=z)
@@ -131,8 +133,7 @@ def fit_temperatures(
     product = np.ones(len(logits))
     temperatures = []
     for k in range(logits.shape[1]):
-        # y_k is unknown only where everything verified was accepted and the window ended.
-        known = (admitted > k) | (accepted < admitted)
+        known = admitted > k
         outcome = (accepted > k)[known]
         before, z = product[known], logits[known, k]
         temperature = _best_temperature(before, z, outcome, num_bins)

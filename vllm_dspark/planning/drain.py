@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.integer]
 
 # The batch counts as draining once it is this much smaller than when a request
 # last arrived; smaller dips are ordinary gaps between arrivals.

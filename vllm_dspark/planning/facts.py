@@ -35,4 +35,3 @@ class StepFacts:
     reserved_sampling: int = 0  # of the requests behind those rows, how many emit a token
     num_waiting: int = 0
     num_arrived: int = 0  # requests that joined since the previous plan
-    max_tokens: int = 2**31 - 1  # rows a step may have

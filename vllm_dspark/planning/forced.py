@@ -7,7 +7,7 @@ force awkward ones. Values depend on seed, step and position in the batch alone.
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.integer]
 TestWindows = str | int | tuple[int, ...] | None
 
 _MASK = 2**64 - 1

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from vllm_dspark.planning.plan import PlanKind, Reason
 
+# Sums of the same survivals in another order differ by rounding; that is no gain.
+_ROUNDING = 1e-6
+
 
 @dataclass
 class KindSelector:
@@ -38,7 +41,8 @@ class KindSelector:
         skip_worth = skip > native * (1.0 + self._margin(PlanKind.SKIP_DRAFT))
         if not trim_worth and not skip_worth:
             self.reset()
-            return self.kind, Reason.MIN_GAIN if max(trim, skip) > native else Reason.NATIVE_BEST
+            gained = max(trim, skip) > native * (1.0 + _ROUNDING)
+            return self.kind, Reason.MIN_GAIN if gained else Reason.NATIVE_BEST
         if trim_worth and skip_worth:
             bar = 1.0 + self.min_gain / 2.0  # between the two, the current one is favoured
             if current is PlanKind.SKIP_DRAFT:
@@ -59,4 +63,5 @@ class KindSelector:
         return self.kind, Reason.TRIM_GAIN if trimming else Reason.SKIP_GAIN
 
     def _margin(self, kind: PlanKind) -> float:
-        return self.min_gain / 2.0 if kind is self.kind else self.min_gain
+        gain = self.min_gain / 2.0 if kind is self.kind else self.min_gain
+        return gain + _ROUNDING

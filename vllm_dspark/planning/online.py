@@ -26,8 +26,8 @@ IntArray = npt.NDArray[np.integer]
 
 BOUND = 1.0  # largest |offset|: 0.5 can become 0.27 or 0.73, no more
 _STEP = 0.1
-_ENOUGH = 64.0  # weighted trials per update of one position
-_RIDGE = 8.0  # rho: keeps a saturated head from taking full steps on noise
+_ENOUGH = 256.0  # weighted trials per update of one position
+_RIDGE = 64.0  # rho: keeps a saturated head from taking full steps on noise
 
 
 class OnlineCalibration:
@@ -58,10 +58,10 @@ class OnlineCalibration:
         """Add one step's verified rows."""
         reached = self._positions < np.minimum(admitted, accepted + 1)
         reached &= untouched & (confidence >= 0.0) & (confidence <= 1.0)
-        trials = np.add.reduce(reached, axis=0, dtype=np.float32)
-        if not trials.any():
+        verified: BoolArray = np.logical_or.reduce(reached, axis=0)
+        if not verified.any():
             return
-        weight = self._cap.weights(tenant, trials)
+        weight = self._cap.weights(tenant, verified)
         safe = np.where(reached, confidence, np.float32(0.5))
         predicted = self.calibration.apply(safe, sampled)
         residual = np.where(reached, (self._positions < accepted) - predicted, 0)

@@ -86,6 +86,7 @@ class CostModel:
         self._mode_factor = dict.fromkeys(StepMode, 0.0)
         self._draft_factor = 0.0
         self._until_refresh = _REFRESH
+        self._draft_ms: dict[int, float] = {}  # by request count, until the next refresh
         grids: dict[GridKey | None, CostGrid] = dict(table.grids.items())
         grids[_DRAFT] = table.draft
         self._corrections = {
@@ -127,8 +128,12 @@ class CostModel:
 
     def draft_ms(self, num_requests: int) -> float:
         """Time of one draft pass."""
-        state = self._corrections[_DRAFT]
-        return interpolate(state.grid.size_array, state.cells[0], num_requests)
+        known = self._draft_ms.get(num_requests)
+        if known is None:
+            state = self._corrections[_DRAFT]
+            known = interpolate(state.grid.size_array, state.cells[0], num_requests)
+            self._draft_ms[num_requests] = known
+        return known
 
     def observe(self, timing: StepTiming) -> None:
         """Correct prices with one measured step."""
@@ -195,6 +200,7 @@ class CostModel:
             scaled = state.grid.median_ms * np.exp(state.residual + self._factor(key))
             np.maximum.accumulate(scaled, axis=1, out=state.cells)
             state.times = None
+        self._draft_ms.clear()
 
 
 def interpolate(sizes: IntArray, times: Float64Array, size: int) -> float:

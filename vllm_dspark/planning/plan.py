@@ -14,6 +14,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+_MASK = 2**64 - 1
+
 
 class PlanKind(Enum):
     """Shape of the verification in a step."""
@@ -75,21 +77,21 @@ class VerifyPlan:
 
 
 def owner_id(request_id: str, generation: int = 0) -> int:
-    """Stable 64-bit identity of a request; raise `generation` at each preemption.
+    """Stable 63-bit identity of a request; raise `generation` at each preemption.
 
     Equal in every process, unlike ``hash``. Never 0, which means nobody.
     """
     data = f"{generation}:{request_id}".encode()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1 or 1
 
 
-def request_digest(owners: npt.NDArray[np.uint64]) -> int:
+def request_digest(owners: npt.NDArray[np.int64]) -> int:
     """Digest of a set of owners that does not depend on their order.
 
     Workers sort the batch differently from the scheduler, hence a commutative sum
     (mod 2**64). The terms are hashes already, so nothing has to be mixed.
     """
-    return int(np.add.reduce(owners, dtype=np.uint64))
+    return int(np.add.reduce(owners)) & _MASK
 
 
 @dataclass

@@ -34,8 +34,8 @@ from vllm_dspark.planning.survival import survival
 from vllm_dspark.planning.table import RequestBatch
 
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
-OwnerArray = npt.NDArray[np.uint64]
+IntArray = npt.NDArray[np.integer]
+OwnerArray = npt.NDArray[np.int64]
 
 # After this many native decisions in a row on an unchanged batch, only every
 # _LAZY_PERIOD-th step is worked out: native steps should cost nothing.
@@ -176,12 +176,13 @@ class Planner:
             base=facts.reserved_rows + num_requests,
             num_sampling=facts.reserved_sampling + num_requests,
             kv_tokens=facts.kv_tokens,
-            max_tokens=facts.max_tokens,
         )
 
     def _rank(self, batch: RequestBatch, alive: FloatArray, capacity: IntArray) -> Ranking:
-        floor = np.minimum(capacity, np.int32(self.options.request_floor))
-        if np.count_nonzero(batch.reserved):
+        floor = None
+        reserved = np.count_nonzero(batch.reserved)
+        if reserved or self.options.request_floor:
+            floor = np.minimum(capacity, np.int32(self.options.request_floor))
             np.copyto(floor, capacity, where=batch.reserved)
         return rank(alive, capacity, floor)
 
@@ -243,10 +244,10 @@ class Planner:
         rows = self._rows(facts, batch)
         wanted = rows.base + max(ranking.least, min(batch.num_positions, ranking.most))
         priced = self.cost.step_ms(facts.mode, StepShape.RAGGED, facts.kv_tokens, wanted)
-        if priced is None or wanted > facts.max_tokens:
+        if priced is None:
             return None
         padded, ms = priced
-        budget = min(padded, facts.max_tokens, rows.base + ranking.most) - rows.base
+        budget = min(padded, rows.base + ranking.most) - rows.base
         gain = float(ranking.gains(np.array([budget]))[0])
         fixed_ms = self.cost.table.overhead_ms + self._allocation_ms()
         return Option(budget, padded, ms + fixed_ms, rows.num_sampling + gain)
@@ -363,7 +364,7 @@ class Planner:
         """Advance what depends on the plan that was made."""
         self._probing = plan.reason is Reason.PROBE_DRAFT
         self._since_draft = 0 if plan.draft_next else self._since_draft + 1
-        settled = plan.reason is Reason.NATIVE_BEST
+        settled = plan.reason in (Reason.NATIVE_BEST, Reason.MIN_GAIN)
         self._native_streak = self._native_streak + 1 if settled else 0
         self._last = plan
         return plan

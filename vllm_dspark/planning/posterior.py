@@ -31,6 +31,7 @@ _START_TRIALS = 8.0
 _ENOUGH_OBSERVED = 256  # drafts after which the shared priors speak for newcomers
 _FORGET_SHARED = 1.0 / 4096.0  # per observed draft, shared priors
 _KEEP_REQUEST = 0.95  # forgetting per verified step, one request: ~20 steps
+_REFRESH = 4  # observed steps per update of the shared priors
 _SHRINKAGE = 6.0  # kappa: trials a request needs before its residual counts half
 _ROW_WEIGHT = 0.15  # lambda: trials that one confidence is worth
 _LOWEST, _HIGHEST = np.float32(0.02), np.float32(0.995)
@@ -43,22 +44,22 @@ class AcceptancePosterior:
         self._positions = np.arange(num_positions, dtype=np.int32)[:, None]
         self._trials = np.full((2, num_positions), _START_TRIALS)
         self._accepted = self._trials * _START_RATE
-        self._prior = self._rates()
+        self._new_trials = np.zeros((2, num_positions))
+        self._new_accepted = np.zeros((2, num_positions))
+        self._until_refresh = _REFRESH
+        self._set_prior()
         self._cap = InfluenceCap()
-        self._slot_residual = np.zeros(num_slots, dtype=np.float32)  # S - E
-        self._slot_trials = np.zeros(num_slots, dtype=np.float32)  # N
+        self._slots: FloatArray = np.zeros((2, num_slots), dtype=np.float32)  # S - E, N
         self.num_observed = 0  # drafts that ever taught the shared priors
 
     def grow(self, num_slots: int) -> None:
         """Make room for more slots."""
-        extra = np.zeros(num_slots - len(self._slot_trials), dtype=np.float32)
-        self._slot_residual = np.concatenate((self._slot_residual, extra))
-        self._slot_trials = np.concatenate((self._slot_trials, extra))
+        extra = num_slots - self._slots.shape[1]
+        self._slots = np.pad(self._slots, ((0, 0), (0, extra)))
 
     def reset(self, slot: int) -> None:
         """Forget a slot's request."""
-        self._slot_residual[slot] = 0.0
-        self._slot_trials[slot] = 0.0
+        self._slots[:, slot] = 0.0
 
     def prior(self, sampled: bool) -> FloatArray:
         """Shared conditional acceptance per position, [K], of one request class."""
@@ -69,7 +70,8 @@ class AcceptancePosterior:
         """Requests that outcomes say something about: their own, or enough of others, [n]."""
         if self.num_observed >= _ENOUGH_OBSERVED:
             return np.ones(len(slots), dtype=np.bool_)
-        return self._slot_trials[slots] > 0.0
+        own: BoolArray = self._slots[1, slots] > 0.0
+        return own
 
     def estimate(
         self,
@@ -80,16 +82,18 @@ class AcceptancePosterior:
     ) -> FloatArray:
         """Conditional acceptance per position and request, [K, n]."""
         base = self._class_prior(sampled)
-        residual = self._slot_residual[slots]
-        trials = self._slot_trials[slots] + np.float32(_SHRINKAGE)
+        residual, trials = self._slots.take(slots, axis=1)
+        trials += np.float32(_SHRINKAGE)
         if row is not None and row_usable is not None:
             opinion = np.add.reduce(row, axis=0) - np.add.reduce(base, axis=0)
             weight = row_usable * np.float32(_ROW_WEIGHT)
             residual += weight * opinion
             trials += weight * np.float32(len(self._positions))
         residual /= trials
-        estimate = base + residual
-        return np.clip(estimate, _LOWEST, _HIGHEST, out=estimate)
+        estimate: FloatArray = base + residual
+        np.maximum(estimate, _LOWEST, out=estimate)
+        np.minimum(estimate, _HIGHEST, out=estimate)
+        return estimate
 
     def observe(
         self,
@@ -101,39 +105,47 @@ class AcceptancePosterior:
         tenant: IntArray,  # [m]
     ) -> None:
         """Learn from one step's outcomes; only untouched requests teach the shared priors."""
-        # Past the first rejection, and past the window, nothing was observed.
-        seen = self._positions < np.minimum(admitted, accepted + 1)  # [K, m]
-        trials = np.add.reduce(seen, axis=0, dtype=np.float32)
-        expected = np.add.reduce(np.where(seen, self._class_prior(sampled), 0), axis=0)
-        verified = trials > 0
-        keep = np.where(verified, np.float32(_KEEP_REQUEST), np.float32(1.0))
-        surprise = np.where(verified, accepted - expected, 0)
-        self._slot_residual[slots] = keep * self._slot_residual[slots] + surprise
-        self._slot_trials[slots] = keep * self._slot_trials[slots] + trials
-        self._teach_shared(seen, accepted, trials * untouched, sampled, tenant)
+        # Past the first rejection, and past the window, nothing was observed. With
+        # cumulative priors P_j = p_1 + ... + p_j, what was expected of j drafts is P_j.
+        trials = np.minimum(admitted, accepted + 1)
+        group = sampled * np.int64(len(self._positions) + 1)
+        learned = self._slots.take(slots, axis=1)
+        # A step that verified nothing forgets nothing.
+        learned *= np.where(trials > 0, np.float32(_KEEP_REQUEST), np.float32(1.0))
+        learned[0] += accepted - self._expected.take(group + trials)
+        learned[1] += trials
+        self._slots[:, slots] = learned
+        shared = trials * untouched
+        num_shared = int(np.add.reduce(shared))
+        if num_shared:
+            self.num_observed += num_shared
+            weight = self._cap.weights(tenant, shared > 0)
+            self._teach_shared(weight, group, trials, accepted)
 
     def _teach_shared(
-        self,
-        seen: BoolArray,
-        accepted: IntArray,
-        trials: FloatArray,
-        sampled: BoolArray,
-        tenant: IntArray,
+        self, weight: FloatArray, group: IntArray, trials: IntArray, accepted: IntArray
     ) -> None:
-        if not trials.any():
-            return
-        self.num_observed += int(trials.sum())
-        weight = self._cap.weights(tenant, trials) * (trials > 0)
-        hit = seen & (self._positions < accepted)
-        for group in (0, 1):
-            share = weight * (sampled == bool(group))
-            if not share.any():
-                continue
-            trial_mass, hit_mass = seen @ share, hit @ share
-            keep = np.exp(-_FORGET_SHARED * trial_mass)
-            self._trials[group] = keep * self._trials[group] + trial_mass
-            self._accepted[group] = keep * self._accepted[group] + hit_mass
-        self._prior = self._rates()
+        """Add weighted outcomes to the shared counts.
+
+        A histogram over (class, drafts observed), summed from the far end, gives the
+        trials of each position; one over (class, accepted) the successes.
+        """
+        bins = len(self._positions) + 1
+        for sums, lengths in ((self._new_trials, trials), (self._new_accepted, accepted)):
+            mass = np.bincount(group + lengths, weight, 2 * bins).reshape(2, bins)
+            sums += np.cumsum(mass[:, :0:-1], axis=1)[:, ::-1]
+        self._until_refresh -= 1
+        if self._until_refresh <= 0:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Fold the new sums into the priors."""
+        self._until_refresh = _REFRESH
+        keep = np.exp(-_FORGET_SHARED * self._new_trials)
+        self._trials = keep * self._trials + self._new_trials
+        self._accepted = keep * self._accepted + self._new_accepted
+        self._new_trials[:] = self._new_accepted[:] = 0.0
+        self._set_prior()
 
     def _class_prior(self, sampled: BoolArray) -> FloatArray:
         """[K, 1] if all requests are of one class, else [K, n]."""
@@ -143,6 +155,8 @@ class AcceptancePosterior:
             return column
         return np.where(sampled, self._prior[1][:, None], self._prior[0][:, None])
 
-    def _rates(self) -> FloatArray:
-        rates: FloatArray = (self._accepted / self._trials).astype(np.float32)
-        return rates
+    def _set_prior(self) -> None:
+        self._prior: FloatArray = (self._accepted / self._trials).astype(np.float32)
+        expected = np.zeros((2, len(self._positions) + 1), dtype=np.float32)
+        np.cumsum(self._prior, axis=1, out=expected[:, 1:])
+        self._expected = expected.ravel()  # P_j of class q at q (K + 1) + j

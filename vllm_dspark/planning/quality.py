@@ -67,7 +67,7 @@ def quality_by_position(
     """Quality per position over the entries whose outcome is known (see calibration.py)."""
     rows = []
     for k in range(survival.shape[1]):
-        known = (admitted > k) | (accepted < admitted)
+        known = admitted > k
         predicted, outcome = survival[known, k], (accepted > k)[known]
         rate = float(outcome.mean()) if outcome.size else 0.0
         rows.append(
@@ -105,7 +105,7 @@ class LiveQuality:
     ) -> None:
         """Add m verified rows."""
         positions = np.arange(survival.shape[0])[:, None]
-        known = (positions < admitted) | (accepted < admitted)
+        known = positions < admitted
         bins = np.minimum((survival * self._bins).astype(np.int64), self._bins - 1)
         flat = (positions * self._bins + bins)[known]
         residual = (survival - (positions < accepted))[known]

@@ -27,7 +27,7 @@ from vllm_dspark.planning.calibration import Calibration
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.integer]
 
 # Stamps run 1 .. 2**31 - 1 and wrap to 1: they fit an int32, and 0 means never.
 _STAMP_PERIOD = 2**31 - 1
@@ -62,23 +62,24 @@ class RowUse:
 
 
 def usable_rows(
-    owner: npt.NDArray[np.uint64],
-    row_owner: npt.NDArray[np.uint64],
+    owner: npt.NDArray[np.int64],
+    row_owner: npt.NDArray[np.int64],
     row_stamp: IntArray,
     draft_stamp: IntArray,
     sampled: BoolArray,
     max_age: int,
 ) -> RowUse:
     """Apply the rules above; `draft_stamp` is 0 where there is nothing to verify."""
-    age = (draft_stamp.astype(np.int64) - row_stamp) % _STAMP_PERIOD
+    age = (draft_stamp - row_stamp.astype(np.int64)) % _STAMP_PERIOD
     known = (row_owner == owner) & (row_stamp > 0) & (draft_stamp > 0) & (age <= max_age)
     same_pass = known & (age == 0)
     refused = same_pass & sampled
-    usable = known & ~refused
     num_refused = int(np.count_nonzero(refused))
+    usable, current = known, same_pass
+    if num_refused:
+        usable, current = known & ~refused, same_pass & ~refused
     num_stale = owner.size - num_refused - int(np.count_nonzero(usable))
-    counts = RowCounts(stale=num_stale, current=num_refused)
-    return RowUse(usable, same_pass & ~sampled, counts)
+    return RowUse(usable, current, RowCounts(stale=num_stale, current=num_refused))
 
 
 def acceptance(
@@ -92,13 +93,13 @@ def acceptance(
     # Written so that NaN fails both comparisons.
     legal = (confidence >= 0.0) & (confidence <= 1.0)
     num_invalid = 0
-    if not legal.all():
+    if np.count_nonzero(legal) < legal.size:
         num_invalid = int(np.count_nonzero(~legal & usable))
         confidence = np.where(legal, confidence, prior)
     calibrated = calibration.apply(confidence, sampled)
     if num_invalid:
         np.copyto(calibrated, prior, where=~legal)
-    if not usable.all():
+    if np.count_nonzero(usable) < usable.size:
         np.copyto(calibrated, prior, where=~usable)
     return calibrated, num_invalid
 

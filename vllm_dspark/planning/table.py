@@ -23,28 +23,21 @@ from vllm_dspark.planning.survival import RowCounts, acceptance, survival, usabl
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
-OwnerArray = npt.NDArray[np.uint64]
+IntArray = npt.NDArray[np.integer]
+OwnerArray = npt.NDArray[np.int64]
 SlotArray = npt.NDArray[np.int64]
 
 NO_LIMIT = 2**31 - 1
 
-# What is remembered per slot. One record per request, so that a step gathers once.
-_SLOT = np.dtype(
-    [
-        ("owner", np.uint64),
-        ("row_owner", np.uint64),
-        ("tenant", np.int64),
-        ("row_stamp", np.int32),
-        ("outcome_stamp", np.int32),  # 0 once paired with its row
-        ("admitted", np.int32),
-        ("accepted", np.int32),
-        ("remaining", np.int32),
-        ("sampled", np.bool_),
-        ("untouched", np.bool_),
-        ("excluded", np.bool_),
-    ]
-)
+# Learning is statistics: one step in four, and some of its rows, teach as well as all
+# of them and keep the engine core's time per step flat.
+_LEARN_PERIOD = 4
+_LEARN_ROWS = 64
+
+# What is remembered per slot: rows of one int64 array [fields, slots] and of one bool
+# array, so that a step gathers twice however many fields there are.
+_OWNER, _ROW_OWNER, _TENANT, _ROW_STAMP, _OUTCOME_STAMP, _ADMITTED, _ACCEPTED, _REMAINING = range(8)
+_SAMPLED, _UNTOUCHED, _EXCLUDED = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +85,22 @@ class RequestTable:
         self.live = LiveQuality(num_positions)
         self.unpaired = 0  # outcomes whose confidence row never came
         self._learn = online_calibration
+        self._pairings = 0
         self._slot_of: dict[str, int] = {}
         self._free: list[int] = []
-        self._state = np.zeros(0, dtype=_SLOT)
-        self._rows: FloatArray = np.zeros((num_positions, 0), dtype=np.float32)
+        self._state: SlotArray = np.zeros((8, 0), dtype=np.int64)
+        self._flags: BoolArray = np.zeros((3, 0), dtype=np.bool_)
+        self._rows: FloatArray = np.zeros((0, num_positions), dtype=np.float32)
         self._grow(num_slots)
 
     def _grow(self, num_slots: int) -> None:
         """Make room for `num_slots`, keeping what is there."""
-        old = len(self._state)
+        old = self._state.shape[1]
         extra = num_slots - old
-        self._state = np.concatenate((self._state, np.zeros(extra, dtype=_SLOT)))
-        blank = np.zeros((self.num_positions, extra), dtype=np.float32)
-        self._rows = np.concatenate((self._rows, blank), axis=1)
+        self._state = np.pad(self._state, ((0, 0), (0, extra)))
+        self._flags = np.pad(self._flags, ((0, 0), (0, extra)))
+        blank = np.zeros((extra, self.num_positions), dtype=np.float32)
+        self._rows = np.concatenate((self._rows, blank))
         self._free.extend(range(num_slots - 1, old - 1, -1))
         self.posterior.grow(num_slots)
 
@@ -128,13 +124,13 @@ class RequestTable:
         if request_id in self._slot_of:
             self.remove(request_id)
         if not self._free:
-            self._grow(2 * len(self._state))
+            self._grow(2 * self._state.shape[1])
         slot = self._free.pop()
         owner = owner_id(request_id, generation)
-        tenant = owner >> 1 if tenant is None else tenant
-        limit = min(remaining, NO_LIMIT)
+        tenant = owner if tenant is None else tenant
+        self._state[:, slot] = (owner, 0, tenant, 0, 0, 0, 0, min(remaining, NO_LIMIT))
+        self._flags[:, slot] = (sampled, untouched, excluded)
         self._slot_of[request_id] = slot
-        self._state[slot] = (owner, 0, tenant, 0, 0, 0, 0, limit, sampled, untouched, excluded)
         self.posterior.reset(slot)
         return slot
 
@@ -142,7 +138,7 @@ class RequestTable:
         """Release a request's slot (finished, aborted or preempted); unknown ids are ignored."""
         slot = self._slot_of.pop(request_id, None)
         if slot is not None:
-            self._state["owner"][slot] = 0
+            self._state[_OWNER, slot] = 0
             self._free.append(slot)
 
     def __contains__(self, request_id: str) -> bool:
@@ -157,7 +153,7 @@ class RequestTable:
 
     def owners(self, slots: SlotArray) -> OwnerArray:
         """Owner ids, [n]."""
-        owners: OwnerArray = self._state["owner"][slots]
+        owners: OwnerArray = self._state[_OWNER, slots]
         return owners
 
     def record_rows(
@@ -173,14 +169,14 @@ class RequestTable:
                 f"confidence rows of shape {confidence.shape} for {len(slots)} requests and "
                 f"{self.num_positions} drafts"
             )
-        self._rows[:, slots] = confidence.T
-        self._state["row_owner"][slots] = owners
-        self._state["row_stamp"][slots] = stamp
+        self._rows[slots] = confidence
+        self._state[_ROW_OWNER, slots] = owners
+        self._state[_ROW_STAMP, slots] = stamp
         self._pair(slots)
 
     def set_remaining(self, slots: SlotArray, remaining: IntArray) -> None:
         """Overrule what is left to generate, where the engine knows better."""
-        self._state["remaining"][slots] = remaining
+        self._state[_REMAINING, slots] = remaining
 
     def record_outcomes(
         self,
@@ -190,35 +186,46 @@ class RequestTable:
         accepted: IntArray,  # [m] of them accepted
     ) -> None:
         """Store what became of the drafts of pass `stamp`."""
-        state = self._state[slots]
-        pending = (state["outcome_stamp"] > 0) & (state["admitted"] > 0)
-        self.unpaired += int(np.count_nonzero(pending))
-        left = np.maximum(state["remaining"] - accepted - 1, 0)
-        self._state["outcome_stamp"][slots] = stamp
-        self._state["admitted"][slots] = admitted
-        self._state["accepted"][slots] = accepted
-        self._state["remaining"][slots] = left
+        state, flags = self._state.take(slots, axis=1), self._flags.take(slots, axis=1)
+        lost = (state[_OUTCOME_STAMP] > 0) & (state[_ADMITTED] > 0)
+        self.unpaired += int(np.count_nonzero(lost))
+        state[_OUTCOME_STAMP] = stamp
+        state[_ADMITTED] = admitted
+        state[_ACCEPTED] = accepted
+        state[_REMAINING] = np.maximum(state[_REMAINING] - accepted - 1, 0)
+        self._state[:, slots] = state
         self.posterior.observe(
-            slots, admitted, accepted, state["sampled"], state["untouched"], state["tenant"]
+            slots, admitted, accepted, flags[_SAMPLED], flags[_UNTOUCHED], state[_TENANT]
         )
         self._pair(slots)
 
     def _pair(self, slots: SlotArray) -> None:
         """Teach the calibration from rows and outcomes of the same draft pass."""
-        state = self._state[slots]
-        match = (state["outcome_stamp"] > 0) & (state["outcome_stamp"] == state["row_stamp"])
-        match &= state["row_owner"] == state["owner"]
-        if not match.any():
+        state = self._state.take(slots, axis=1)
+        match = (state[_OUTCOME_STAMP] > 0) & (state[_OUTCOME_STAMP] == state[_ROW_STAMP])
+        match &= state[_ROW_OWNER] == state[_OWNER]
+        if not np.count_nonzero(match):
             return
-        slots, state = slots[match], state[match]
-        self._state["outcome_stamp"][slots] = 0
-        rows, admitted, accepted = self._rows[:, slots], state["admitted"], state["accepted"]
-        sampled, untouched = state["sampled"], state["untouched"]
+        self._state[_OUTCOME_STAMP, slots[match]] = 0
+        self._pairings += 1
+        if self._pairings % _LEARN_PERIOD == 0:
+            # A stride that is coprime to it visits all parts of a batch in turn.
+            chosen = np.roll(match.nonzero()[0], self._pairings * 7)[:_LEARN_ROWS]
+            self._learn_from(slots[chosen])
+
+    def _learn_from(self, slots: SlotArray) -> None:
+        rows, state, flags = self._gather(slots), self._state[:, slots], self._flags[:, slots]
+        admitted, accepted = state[_ADMITTED], state[_ACCEPTED]
+        sampled, untouched = flags[_SAMPLED], flags[_UNTOUCHED]
         legal = np.clip(np.nan_to_num(rows), 0.0, 1.0)
         predicted = survival(self.online.calibration.apply(legal, sampled))
         self.live.observe(predicted[:, untouched], accepted[untouched], admitted[untouched])
         if self._learn:
-            self.online.observe(rows, admitted, accepted, sampled, untouched, state["tenant"])
+            self.online.observe(rows, admitted, accepted, sampled, untouched, state[_TENANT])
+
+    def _gather(self, slots: SlotArray) -> FloatArray:
+        """Confidence rows, position-major."""
+        return np.ascontiguousarray(self._rows[slots].T)
 
     def batch(
         self,
@@ -228,20 +235,15 @@ class RequestTable:
         reserved: BoolArray | None = None,  # [n]
     ) -> RequestBatch:
         """What is known about the requests of one step."""
-        state = self._state[slots]
-        owner, sampled, remaining = state["owner"], state["sampled"], state["remaining"]
+        state, flags = self._state.take(slots, axis=1), self._flags.take(slots, axis=1)
+        owner, sampled, remaining = state[_OWNER], flags[_SAMPLED], state[_REMAINING]
         use = usable_rows(
-            owner,
-            state["row_owner"],
-            state["row_stamp"],
-            draft_stamp,
-            sampled,
-            self.max_row_age,
+            owner, state[_ROW_OWNER], state[_ROW_STAMP], draft_stamp, sampled, self.max_row_age
         )
         estimate, num_invalid = self._acceptance(slots, sampled, use.usable, use.current)
         counts = RowCounts(use.counts.stale, use.counts.current, num_invalid)
         # One token of a step is the target's own, so only remaining - 1 drafts can be emitted.
-        capacity = np.clip(remaining - 1, 0, self.num_positions).astype(np.int32)
+        capacity = np.minimum(np.maximum(remaining - 1, 0), self.num_positions)
         return RequestBatch(
             owner=owner,
             acceptance=estimate,
@@ -250,7 +252,7 @@ class RequestTable:
             capacity=capacity,
             remaining=remaining,
             reserved=np.zeros(len(slots), dtype=np.bool_) if reserved is None else reserved,
-            excluded=state["excluded"],
+            excluded=flags[_EXCLUDED],
             counts=counts,
         )
 
@@ -261,7 +263,7 @@ class RequestTable:
             return self._full(self.posterior.estimate(slots, sampled), len(slots)), 0
         prior = self.posterior.estimate(slots, sampled)
         rows, num_invalid = acceptance(
-            self._rows[:, slots], usable, prior, self.online.calibration, sampled
+            self._gather(slots), usable, prior, self.online.calibration, sampled
         )
         if not self.rank_by_posterior or current.all():
             return rows, num_invalid

@@ -1,0 +1,34 @@
+# Every target makes its own .venv first (tools/bootstrap.py; nothing to do by hand).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# No network at run time: models come from PyPI packages or are built by the tests.
+export HF_HUB_OFFLINE ?= 1
+export TRANSFORMERS_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+
+.PHONY: venv demo test test-fast bench lint format docs clean
+
+venv:
+	@$(PYTHON) tools/bootstrap.py --venv $(VENV)
+
+demo: venv
+	$(BIN)/vllm-dspark demo $(ARGS)
+
+test: venv
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: venv
+	$(BIN)/python -m pytest -m "not engine" $(ARGS)
+
+bench: venv
+	$(BIN)/python benchmarks/cpu_demo.py $(ARGS)
+
+lint: venv
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+clean:
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

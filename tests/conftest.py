@@ -1,0 +1,34 @@
+"""Settings of every test process, and the tiny model pairs that engine tests share."""
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.engines import ENGINE_ENVIRONMENT
+
+os.environ.update(ENGINE_ENVIRONMENT)  # before torch and numba are imported
+# Cost tables measured by one session must not serve the next one, nor a user's engines.
+os.environ["VLLM_DSPARK_CACHE_DIR"] = tempfile.mkdtemp(prefix="vllm-dspark-tests-")
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    """Build a pair of a spec once per session: `pair = build(PairSpec(kind="markov"))`."""
+    from tests.support.pairs import Pair, PairSpec, build_pair
+
+    built: dict[PairSpec, Pair] = {}
+
+    def get(spec: PairSpec) -> Pair:
+        if spec not in built:
+            built[spec] = build_pair(tmp_path_factory.mktemp(f"{spec.kind}-pair"), spec)
+        return built[spec]
+
+    return get
+
+
+def pytest_configure() -> None:
+    """Torch's structured trace writes megabytes of empty debug records into captured logs."""
+    logging.getLogger("torch.__trace").propagate = False

@@ -1,0 +1,1 @@
+"""Twins of vLLM kernels against the kernels in the Triton interpreter."""

@@ -1,0 +1,128 @@
+"""The `vllm-dspark` command.
+
+Exit codes: 0 done; 1 it ran and failed (a server died, outputs differ); 2 wrong usage.
+`serve` has the exit codes of `vllm serve`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from vllm_dspark import __version__
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+
+app = typer.Typer(
+    name="vllm-dspark",
+    help="DSpark speculative decoding for vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
+    typer.echo(f"vllm-dspark: error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+@app.command(
+    epilog="Example: vllm-dspark demo --json result.json",
+)
+def demo(
+    *,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32 (outputs equal throughout).")] = (
+        "bfloat16"
+    ),
+    prompts: Annotated[int, typer.Option(min=1, max=12, help="Prompts per domain.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=2, max=1024, help="Tokens per answer.")] = 96,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed repeats of every prompt.")] = 3,
+    concurrency: Annotated[int, typer.Option(min=2, max=8, help="Requests of a wave.")] = 4,
+    num_speculative_tokens: Annotated[
+        int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Drafts per step.")
+    ] = 7,
+    drafter: Annotated[
+        Path | None, typer.Option(help="Another drafter than the packaged one.")
+    ] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Keep the servers' logs in this folder (a short path).")
+    ] = None,
+    compile_model: Annotated[
+        bool, typer.Option("--compile/--eager", help="Let vLLM compile the models (slow start).")
+    ] = False,
+) -> None:
+    """Compare vLLM without speculation and with DSpark on a small real model, on this machine."""
+    from rich.console import Console
+
+    from vllm_dspark.cli import demo as command
+    from vllm_dspark.cli.serve import INSTALL_HINT, has_vllm
+    from vllm_dspark.demo.client import ServerError
+    from vllm_dspark.demo.target import TargetError
+
+    if dtype not in ("bfloat16", "float32"):
+        _fail(f"--dtype {dtype!r}: choose bfloat16 or float32", EXIT_USAGE)
+    if drafter is not None and not (drafter / "config.json").is_file():
+        _fail(f"--drafter {drafter}: there is no config.json in it", EXIT_USAGE)
+    if not has_vllm():
+        _fail(INSTALL_HINT)
+    options = command.DemoOptions(
+        dtype=dtype,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        rounds=rounds,
+        concurrency=concurrency,
+        num_speculative_tokens=num_speculative_tokens,
+        drafter=drafter,
+        log_folder=logs,
+        compile=compile_model,
+    )
+    try:
+        report = command.run_demo(options, Console())
+    except (TargetError, ServerError, OSError) as error:
+        _fail(str(error))
+    if json_file is not None:
+        report.write(json_file)
+    if not report.identity.holds:
+        _fail("greedy outputs differ from those without speculation")
+
+
+@app.command(
+    add_help_option=False,  # `--help` is vLLM's, as every other argument
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: vllm-dspark serve TARGET --speculative-config "
+    '\'{"method":"dspark","model":"DRAFTER"}\'',
+)
+def serve(context: typer.Context) -> None:
+    """Start a server: takes what `vllm serve` takes, also on the CPU build."""
+    from vllm_dspark.cli.serve import INSTALL_HINT, has_vllm, replace_process
+
+    if not has_vllm():
+        _fail(INSTALL_HINT)
+    replace_process(context.args)
+
+
+@app.command(epilog="Example: vllm-dspark version --json")
+def version(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the versions of this plugin and of what it runs on."""
+    from vllm_dspark.cli.versions import installed_versions
+
+    found = {"vllm-dspark": __version__, **installed_versions()}
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    for name, number in found.items():
+        typer.echo(f"{name} {number or 'not installed'}")
+
+
+if __name__ == "__main__":
+    app()

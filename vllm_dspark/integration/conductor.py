@@ -1,0 +1,231 @@
+"""Engine-core side of verification scheduling: request table, planner and what feeds them.
+
+Knows vLLM's `Request` objects by their attributes only and imports nothing of vLLM, so that it is
+tested with plain stand-ins. One conductor per engine, called by the scheduler around its own
+`schedule` and `update_from_output`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_dspark.artifacts.freshness import Resolution, planner_options
+from vllm_dspark.artifacts.schema import CostTableRecord
+from vllm_dspark.config import DSparkConfig
+from vllm_dspark.integration.outcomes import RequestOutcome
+from vllm_dspark.integration.report import StepOrder, StepReport
+from vllm_dspark.planning.cost import CostTable, StepMode
+from vllm_dspark.planning.facts import StepFacts
+from vllm_dspark.planning.online_cost import CostModel
+from vllm_dspark.planning.plan import PlanKind
+from vllm_dspark.planning.planner import Planner
+from vllm_dspark.planning.survival import stamp_next
+from vllm_dspark.planning.table import RequestTable
+
+IntArray = npt.NDArray[np.int32]
+
+# A temperature below this is greedy for vLLM (vllm.sampling_params._SAMPLING_EPS).
+_GREEDY_BELOW = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutlook:
+    """What the scheduler knows of a step before it schedules it."""
+
+    mixed: bool  # prefill rows are expected in the step
+    num_waiting: int
+    kv_tokens: int  # computed tokens of the requests that will verify
+
+
+class Conductor:
+    """Makes the plan of each step and keeps what plans are made from."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        resolution: Resolution,
+        options: DSparkConfig,
+        mode: StepMode,
+        *,
+        max_tokens: int,
+        device_windows: bool,
+    ) -> None:
+        self.table = table
+        self.planner: Planner | None = None  # made when a cost table is there
+        self.step_id = 0
+        self._resolution = resolution
+        self._options = options
+        self._device_windows = device_windows
+        self._mode = mode
+        self._max_tokens = max_tokens
+        self._draft_stamp = np.zeros(0, dtype=np.int32)  # by slot: pass that made its drafts
+        self._generation: dict[str, int] = {}
+        self._num_arrived = 0
+        if resolution.scheduling and resolution.cost_table is not None:
+            self._start_planning(resolution.cost_table)
+
+    def _start_planning(self, table: CostTable) -> None:
+        options = planner_options(self._options, self._resolution, self._device_windows)
+        self.planner = Planner(CostModel(table, online=self._options.online_cost), options)
+
+    # ---- before vLLM schedules
+
+    def order(self, drafting: Sequence[Any], outlook: StepOutlook) -> StepOrder:
+        """The order for the step about to be scheduled.
+
+        drafting: requests that have drafts, in scheduler order; the plan's windows follow it.
+        """
+        self.step_id = stamp_next(self.step_id)
+        ids = [request.request_id for request in drafting]
+        counts = [len(request.spec_token_ids) for request in drafting]
+        drafted = dict(zip(ids, counts, strict=True))
+        slots = self.table.slots(ids)
+        draft_stamps = self._stamps(slots)
+        stamps = dict(zip(ids, draft_stamps.tolist(), strict=True))
+        if self.planner is None or not ids:
+            return StepOrder(self.step_id, None, drafted, stamps)
+        batch = self.table.batch(slots, np.array(counts, dtype=np.int32), draft_stamps)
+        plan = self.planner.plan(self._facts(outlook), batch)
+        if plan.kind is not PlanKind.TRIM or not self._device_windows:
+            return StepOrder(self.step_id, plan, drafted, stamps)
+        width = batch.num_positions
+        short = {
+            name: ceiling
+            for name, ceiling in zip(ids, batch.capacity.tolist(), strict=True)
+            if ceiling < width
+        }
+        sampled = frozenset(r.request_id for r in drafting if _is_sampled(r))
+        prior = tuple(batch.acceptance.mean(axis=1).tolist())
+        return StepOrder(self.step_id, plan, drafted, stamps, prior, sampled, short)
+
+    def _facts(self, outlook: StepOutlook) -> StepFacts:
+        mode = StepMode.MIXED if outlook.mixed else self._mode
+        arrived, self._num_arrived = self._num_arrived, 0
+        return StepFacts(
+            step_id=self.step_id,
+            mode=mode,
+            native_mode=mode,
+            kv_tokens=outlook.kv_tokens,
+            num_waiting=outlook.num_waiting,
+            num_arrived=arrived,
+            max_tokens=self._max_tokens,
+        )
+
+    # ---- after vLLM scheduled
+
+    def scheduled(
+        self,
+        started: Iterable[Any],
+        preempted: Iterable[str],
+        finished: Iterable[str],
+        sampling_ids: Sequence[str],
+        draft_next: bool,
+    ) -> None:
+        """Follow one scheduler output.
+
+        started: requests that enter (or re-enter) the batch; sampling_ids: requests whose step
+        ends with a draft pass, if `draft_next`.
+        """
+        for request_id in finished:
+            self.table.remove(request_id)
+            self._generation.pop(request_id, None)
+        for request_id in preempted:
+            self.table.remove(request_id)
+            self._generation[request_id] = self._generation.get(request_id, 0) + 1
+        for request in started:
+            self._add(request)
+        known = [request_id for request_id in sampling_ids if request_id in self.table]
+        slots = self.table.slots(known)
+        self._stamps(slots)
+        self._draft_stamp[slots] = self.step_id if draft_next else 0
+
+    def _add(self, request: Any) -> None:
+        slot = self.table.add(
+            request.request_id,
+            sampled=_is_sampled(request),
+            untouched=is_untouched(request),
+            remaining=max(0, request.max_tokens - request.num_output_tokens),
+            generation=self._generation.get(request.request_id, 0),
+        )
+        self._stamps(np.array([slot]))
+        self._draft_stamp[slot] = 0
+        self._num_arrived += 1
+
+    def _stamps(self, slots: npt.NDArray[np.int64]) -> IntArray:
+        """Draft stamps of slots; makes room for slots never seen."""
+        top = int(slots.max(initial=-1))
+        if top >= self._draft_stamp.size:
+            grown = np.zeros(max(top + 1, 2 * self._draft_stamp.size), dtype=np.int32)
+            grown[: self._draft_stamp.size] = self._draft_stamp
+            self._draft_stamp = grown
+        stamps: IntArray = self._draft_stamp[slots]
+        return stamps
+
+    # ---- when a step's output has come back
+
+    def learn(
+        self,
+        report: StepReport | None,
+        outcomes: Sequence[RequestOutcome],
+        stamps: Mapping[str, int],
+    ) -> None:
+        """Take in rows, times and outcomes; stamps: draft pass judged, by request id."""
+        # Outcomes before rows: on a CPU a report brings the rows of the pass after the judged one,
+        # which would overwrite the rows that these outcomes are about.
+        judged = [o for o in outcomes if o.verified > 0 and o.request_id in self.table]
+        by_stamp: dict[int, list[RequestOutcome]] = {}
+        for outcome in judged:
+            by_stamp.setdefault(stamps.get(outcome.request_id, 0), []).append(outcome)
+        for stamp, group in by_stamp.items():
+            slots = self.table.slots([o.request_id for o in group])
+            verified = np.array([o.verified for o in group], dtype=np.int32)
+            accepted = np.array([o.accepted for o in group], dtype=np.int32)
+            self.table.record_outcomes(slots, stamp, verified, accepted)
+        if report is not None:
+            self._take_rows(report)
+            if report.cost_table is not None and self.planner is None:
+                record = CostTableRecord.model_validate_json(report.cost_table)
+                self._start_planning(record.to_table())
+            if self.planner is not None:
+                for timing in report.timings:
+                    self.planner.cost.observe(timing)
+
+    def _take_rows(self, report: StepReport) -> None:
+        if report.stamp == 0:
+            return
+        keep = [i for i, name in enumerate(report.request_ids) if name in self.table]
+        if not keep:
+            return
+        slots = self.table.slots([report.request_ids[i] for i in keep])
+        self.table.record_rows(slots, report.owners[keep], report.stamp, report.confidences[keep])
+
+
+def _is_sampled(request: Any) -> bool:
+    params = request.sampling_params
+    return params is not None and params.temperature >= _GREEDY_BELOW
+
+
+def is_untouched(request: Any) -> bool:
+    """Whether nothing but temperature and truncation alters the request's target distribution.
+
+    Only such requests may teach the calibration: others accept what their rules let through.
+    """
+    params = request.sampling_params
+    if params is None or request.use_structured_output:
+        return False
+    neutral = (
+        params.presence_penalty == 0.0
+        and params.frequency_penalty == 0.0
+        and params.repetition_penalty == 1.0
+    )
+    rules = (
+        params.bad_words,
+        params.logit_bias,
+        params.allowed_token_ids,
+        params.min_tokens,
+        params.extra_args,
+    )
+    return neutral and not any(rules)

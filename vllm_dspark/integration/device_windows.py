@@ -1,0 +1,153 @@
+"""Device windows: the step's budget is spread over requests inside the step, by fresh confidences.
+
+`DeviceWindows` stands where vLLM's adaptive-verification manager stands in the runner (attribute
+`adaptive_verification`, checked on 0.32.0 and 0.33.0), but only in steps whose plan trims: in all
+others the attribute is None and the step is vLLM's own, on uniform graphs and without work of ours.
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_dspark.integration.report import StepOrder
+from vllm_dspark.planning.allocation import allocate
+from vllm_dspark.planning.calibration import Calibration
+from vllm_dspark.planning.plan import PlanBox, PlanKind, VerifyPlan, request_digest
+from vllm_dspark.planning.survival import acceptance, survival
+
+logger = logging.getLogger("vllm.vllm_dspark")
+
+IntArray = npt.NDArray[np.int32]
+
+
+class DeviceWindows:
+    """Executes trim plans on an engine whose device tensors are host tensors (the CPU build).
+
+    Confidence rows live per request slot. A row counts only if the pass that wrote it is the pass
+    whose drafts are being verified; any other row is neutral, ranked by the order's prior.
+    """
+
+    def __init__(self, runner: Any, calibration: Calibration, tp_group: Any) -> None:
+        slots, width = runner.max_num_reqs, runner.num_speculative_steps
+        self.box = PlanBox()
+        self._runner = runner
+        self._width = width
+        self._calibration = calibration
+        self._tp_group = tp_group
+        self._rows = np.zeros((width, slots), dtype=np.float32)
+        self._row_stamp = np.zeros(slots, dtype=np.int32)
+        self._order: StepOrder | None = None
+        self._plan: VerifyPlan | None = None
+        self._budget = 0
+        self.admitted: dict[str, int] = {}  # of the step just prepared, by request id
+
+    # ---- called by our runner
+
+    def accept(self, order: StepOrder, owners: npt.NDArray[np.int64]) -> bool:
+        """Whether this step is ours to trim; a plan that is not about this step is dropped.
+
+        owners: owner ids of the requests that have drafts in the step, in any order.
+        """
+        self._plan, self._order, self.admitted = None, None, {}
+        if order.plan is None or order.plan.kind is not PlanKind.TRIM:
+            self.box.drop()
+            return False
+        self.box.put(order.plan)
+        plan = self.box.take(order.step_id, request_digest(owners), owners.size, self._width)
+        if plan is None:
+            logger.warning(
+                "vllm-dspark: plan dropped, this step runs native: %s", self.box.last_mismatch
+            )
+            return False
+        self._plan, self._order = plan, order
+        return True
+
+    def record(self, step_id: int, idx_mapping: IntArray, confidences: torch.Tensor) -> None:
+        """Keep the rows that the draft pass of `step_id` wrote; confidences: [n, K] in 0..1."""
+        self._rows[:, idx_mapping] = confidences.numpy().T
+        self._row_stamp[idx_mapping] = step_id
+
+    # ---- vLLM's manager interface
+
+    def add_request(self, req_idx: int) -> None:
+        """A slot has a new owner: its row is nobody's."""
+        self._row_stamp[req_idx] = 0
+
+    def get_num_tokens(
+        self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
+    ) -> int:
+        """Tokens of the step after trimming."""
+        num_drafts = sum(map(len, draft_tokens.values()))
+        # The scheduler may have cut drafts (max_model_len, token budget) after the plan was made.
+        self._budget = min(self._active_plan().budget, num_drafts)
+        return sum(num_tokens_per_req.values()) - num_drafts + self._budget
+
+    def compact_batch(
+        self,
+        num_draft_tokens_per_req: IntArray,
+        num_scheduled_tokens: IntArray,
+        cu_num_logits_np: IntArray,
+    ) -> tuple[IntArray, IntArray]:
+        """Per-request token counts and logits offsets after allocation.
+
+        The host copies are exact here: on a CPU there is no second truth on a device.
+        """
+        admitted = self._allocate(num_draft_tokens_per_req)
+        offsets = np.zeros_like(cu_num_logits_np)
+        np.cumsum(admitted + 1, out=offsets[1:])
+        self._cu_num_logits = offsets
+        self._num_tokens = num_scheduled_tokens - num_draft_tokens_per_req + admitted
+        return self._num_tokens, offsets
+
+    def reallocate_drafts(
+        self, req_ids: list[str], idx_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Device copies of the offsets, and the drafts verified in all."""
+        num_reqs = len(req_ids)
+        query_start_loc = self._runner.input_buffers.query_start_loc
+        starts = np.zeros(num_reqs + 1, dtype=np.int32)
+        np.cumsum(self._num_tokens, out=starts[1:])
+        query_start_loc[: num_reqs + 1].copy_(torch.from_numpy(starts))
+        query_start_loc[num_reqs + 1 :].fill_(int(starts[-1]))
+        cu_num_logits = torch.from_numpy(self._cu_num_logits.astype(np.int32))
+        return cu_num_logits, query_start_loc, self._budget
+
+    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
+        """vLLM's hook; ours are kept by `record`, in every step and not only in trimmed ones."""
+
+    # ---- allocation
+
+    def _active_plan(self) -> VerifyPlan:
+        assert self._plan is not None, "device windows without an accepted plan"
+        return self._plan
+
+    def _allocate(self, num_drafts: IntArray) -> IntArray:
+        """Admitted drafts of the batch's requests, in batch order; equal on all ranks."""
+        order = self._order
+        assert order is not None, "an accepted plan comes with its order"
+        req_ids = self._batch_ids()
+        slots = np.array([self._runner.req_states.req_id_to_index[name] for name in req_ids])
+        stamps = np.array([order.stamps.get(name, 0) for name in req_ids], dtype=np.int32)
+        usable = (stamps > 0) & (self._row_stamp[slots] == stamps)
+        sampled = np.array([name in order.sampled for name in req_ids])
+        prior = np.repeat(np.asarray(order.prior, np.float32)[:, None], len(req_ids), axis=1)
+        estimate, _ = acceptance(self._rows[:, slots], usable, prior, self._calibration, sampled)
+        ceiling = np.array([order.ceilings.get(name, self._width) for name in req_ids])
+        capacity = np.minimum(num_drafts, ceiling).astype(np.int32)
+        floor = np.zeros_like(capacity)
+        if capacity.sum() < self._budget:
+            capacity = num_drafts.astype(np.int32)
+        admitted = allocate(survival(estimate), capacity, floor, self._budget).astype(np.int32)
+        if self._tp_group.world_size > 1:
+            # Confidences may differ in their last bits between ranks: rank 0 decides.
+            shared = torch.from_numpy(admitted)
+            admitted = self._tp_group.broadcast(shared, src=0).numpy()
+        self.admitted = dict(zip(req_ids, admitted.tolist(), strict=True))
+        return admitted
+
+    def _batch_ids(self) -> list[str]:
+        ids: list[str] = self._runner.dspark_batch_ids
+        return ids

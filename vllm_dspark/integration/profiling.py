@@ -1,0 +1,138 @@
+"""Measure what steps cost on this engine, at start-up, with dummy batches through the real runner.
+
+A CPU step has no graphs and no padding: sizes are nodes between which prices are interpolated.
+The forward pass, the logits of the verified rows and the rejection are timed together (they are
+what a token more in the step costs), the draft pass by itself.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_dspark.kernels.protocols import RejectBatch, SamplingState
+from vllm_dspark.planning.cost import CostTable, StepMode, StepShape, StepTiming, build_cost_table
+
+logger = logging.getLogger("vllm.vllm_dspark")
+
+_REPEATS = 3
+_WARMUP = 1
+
+
+@torch.inference_mode()
+def profile_cpu(runner: Any, budget_s: float = 10.0) -> CostTable:
+    """Cost table of an engine on a CPU. Raises CostTableError when the machine is too noisy.
+
+    budget_s: larger sizes are left out once this much time has gone; prices beyond the last
+    measured size continue with the last slope.
+    """
+    width = runner.num_speculative_steps
+    nodes = _kv_nodes(runner.max_model_len, width)
+    for requests in {
+        1,
+        min(2, runner.max_num_reqs),
+    }:  # compile and load what runs for the first time
+        _draft(runner, _forward(runner, requests, 2 * requests, 8)[1])
+    started = time.perf_counter()
+    samples: list[StepTiming] = []
+    for requests, tokens in _shapes(runner, width):
+        if time.perf_counter() - started > budget_s and len(samples) >= 2 * _REPEATS:
+            logger.info("vllm-dspark: cost profile stops at %d tokens (time budget)", tokens)
+            break
+        for kv_tokens in nodes:
+            samples += _measure(runner, requests, tokens, kv_tokens)
+    return build_cost_table(samples)
+
+
+def _shapes(runner: Any, width: int) -> Iterator[tuple[int, int]]:
+    """(requests, tokens) of ascending size: alone and full windows for 1, 2, 4, ... requests."""
+    limit = min(runner.max_num_reqs * (width + 1), runner.max_num_tokens)
+    sizes = [(1, n) for n in range(1, width + 2)]
+    requests = 2
+    while requests <= runner.max_num_reqs:
+        sizes.append((requests, requests * (width + 1)))
+        requests *= 2
+    yield from ((r, n) for r, n in sizes if n <= limit)
+
+
+def _kv_nodes(max_model_len: int, width: int) -> tuple[int, ...]:
+    """KV tokens of a whole step; two nodes give the slope of the axis."""
+    longest = max(max_model_len - 2 * (width + 1), 1)
+    return (128, min(4096, longest)) if longest >= 512 else (min(128, longest),)
+
+
+def _measure(runner: Any, requests: int, tokens: int, kv_tokens: int) -> list[StepTiming]:
+    timings = []
+    for repeat in range(_WARMUP + _REPEATS):
+        forward_ms, state = _forward(runner, requests, tokens, max(1, kv_tokens // requests))
+        started = time.perf_counter()
+        _draft(runner, state)
+        draft_ms = (time.perf_counter() - started) * 1e3
+        if repeat >= _WARMUP:
+            timings.append(
+                StepTiming(
+                    StepMode.EAGER,
+                    StepShape.RAGGED,
+                    num_requests=requests,
+                    num_tokens=tokens,
+                    kv_tokens=kv_tokens,
+                    forward_ms=forward_ms,
+                    draft_ms=draft_ms,
+                )
+            )
+    return timings
+
+
+def _forward(runner: Any, requests: int, tokens: int, context: int) -> tuple[float, Any]:
+    """Time of a target step in ms, and the runner's state after it, for the draft pass."""
+    output = SchedulerOutput.make_empty()
+    lengths = [tokens // requests + (i < tokens % requests) for i in range(requests)]
+    output.num_scheduled_tokens = {f"_profile_{i}": n for i, n in enumerate(lengths)}
+    output.total_num_scheduled_tokens = tokens
+    started = time.perf_counter()
+    runner.execute_model(output, dummy_run=True, context_len=context)
+    state, runner.execute_model_state = runner.execute_model_state, None
+    _verify(runner, requests, state.hidden_states[:tokens])
+    return (time.perf_counter() - started) * 1e3, state
+
+
+def _verify(runner: Any, requests: int, hidden: torch.Tensor) -> None:
+    """Logits of every row and a greedy verification of them."""
+    sampler = runner.rejection_sampler
+    logits = runner.model.compute_logits(hidden).float()
+    num_rows = hidden.shape[0]
+    bounds = torch.linspace(0, num_rows, requests + 1).to(torch.int32)
+    sampler.ops.reject(
+        RejectBatch(
+            target_logits=logits,
+            draft_logits=None,
+            draft_tokens=torch.zeros(num_rows, dtype=torch.int64),
+            cu_num_logits=bounds,
+            pos=torch.zeros(num_rows, dtype=torch.int64),
+            idx_mapping=torch.arange(requests),
+        ),
+        SamplingState(torch.zeros(requests), torch.zeros(requests, dtype=torch.int64)),
+        sampler.rule,
+    )
+
+
+def _draft(runner: Any, state: Any) -> None:
+    batch = state.input_batch
+    sampling = runner.sampler.sampling_states
+    runner.speculator.propose(
+        input_batch=batch,
+        attn_metadata=state.attn_metadata,
+        slot_mappings=state.slot_mappings_by_layer,
+        last_hidden_states=state.hidden_states,
+        aux_hidden_states=state.aux_hidden_states,
+        num_sampled=torch.ones(batch.num_reqs, dtype=torch.int32),
+        num_rejected=torch.zeros(batch.num_reqs, dtype=torch.int32),
+        last_sampled=runner.req_states.last_sampled_tokens,
+        next_prefill_tokens=runner.req_states.next_prefill_tokens,
+        temperature=sampling.temperature.gpu,
+        seeds=sampling.seeds.gpu,
+        dummy_run=True,
+    )

@@ -1,0 +1,87 @@
+"""What engine core and worker tell each other about a step, riding on vLLM's own messages.
+
+The engine core puts a `StepOrder` on the scheduler output, the worker of the output rank puts a
+`StepReport` on the model runner output. Both are plain attributes of dataclasses that travel by
+pickle, so no channel of ours exists and nothing is waited for.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_dspark.planning.cost import StepTiming
+from vllm_dspark.planning.plan import VerifyPlan
+
+_ORDER = "dspark_order"
+_REPORT = "dspark_report"
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """Engine core to worker, with one scheduler output.
+
+    step_id: stamp of this step and of the confidence rows that its draft pass writes (1..2^31-1).
+    drafted: drafts each request had before windows were applied, by request id; stamps: the step
+    whose draft pass had made them.
+    For device windows: prior, [K] acceptance that ranks requests of whom nothing is known; sampled,
+    requests with a temperature; ceilings, drafts that can still be emitted where fewer than K.
+    """
+
+    step_id: int
+    plan: VerifyPlan | None
+    drafted: dict[str, int]
+    stamps: dict[str, int]
+    prior: tuple[float, ...] = ()
+    sampled: frozenset[str] = frozenset()
+    ceilings: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def draft_next(self) -> bool:
+        """Whether the drafter proposes a block at the end of this step."""
+        return self.plan is None or self.plan.draft_next
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Worker to engine core, with the output of the step that ends or of a later one.
+
+    stamp: step whose draft pass wrote the rows; 0: no rows. request_ids and owners name whom the
+    rows are about (owner ids tell a preempted request from its restart); confidences: [m, K]
+    float32 raw acceptance probabilities c_k.
+    timings: steps whose measured times have become known since the last report.
+    admitted: drafts let through in the step that ends, by request id; None where the engine core
+    decided that itself (host windows, native steps).
+    cost_table: JSON of a freshly measured table, once, in the first report that can carry it.
+    """
+
+    stamp: int
+    request_ids: tuple[str, ...]
+    owners: npt.NDArray[np.int64]
+    confidences: npt.NDArray[np.float32]
+    timings: tuple[StepTiming, ...] = ()
+    admitted: dict[str, int] | None = None
+    cost_table: str | None = None
+
+
+def attach_order(scheduler_output: Any, order: StepOrder) -> None:
+    """Put the order on a scheduler output."""
+    setattr(scheduler_output, _ORDER, order)
+
+
+def order_of(scheduler_output: Any) -> StepOrder | None:
+    """The order on a scheduler output; None for dummy runs and foreign schedulers."""
+    order = getattr(scheduler_output, _ORDER, None)
+    return order if isinstance(order, StepOrder) else None
+
+
+def attach_report(model_runner_output: Any, report: StepReport) -> None:
+    """Put the report on a model runner output."""
+    setattr(model_runner_output, _REPORT, report)
+
+
+def report_of(model_runner_output: Any) -> StepReport | None:
+    """The report on a model runner output, if its worker is ours."""
+    report = getattr(model_runner_output, _REPORT, None)
+    return report if isinstance(report, StepReport) else None

@@ -1,0 +1,172 @@
+"""Worker side of step reports: confidence rows and step times, without waiting for a device."""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_dspark.integration.report import StepOrder, StepReport
+from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
+from vllm_dspark.planning.plan import owner_id
+
+_NO_OWNERS = np.zeros(0, dtype=np.int64)
+_NO_ROWS = np.zeros((0, 0), dtype=np.float32)
+# Copies under way at most; a device that is further behind than this loses rows, never time.
+_MAX_PENDING = 4
+
+
+class Owners:
+    """Owner id of each request on this worker; a preempted request comes back as another owner.
+
+    Mirrors the engine core's count, from the same scheduler outputs.
+    """
+
+    def __init__(self) -> None:
+        self._generation: dict[str, int] = {}
+        self._owner: dict[str, int] = {}
+
+    def update(self, scheduler_output: Any) -> None:
+        """Follow one scheduler output, before the step runs."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._generation.pop(request_id, None)
+            self._owner.pop(request_id, None)
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._generation[request_id] = self._generation.get(request_id, 0) + 1
+        for request in scheduler_output.scheduled_new_reqs:
+            name = request.req_id
+            self._owner[name] = owner_id(name, self._generation.get(name, 0))
+
+    def of(self, request_ids: Iterable[str]) -> npt.NDArray[np.int64]:
+        """Owner ids in order; 0, nobody, for requests never started here."""
+        return np.fromiter((self._owner.get(name, 0) for name in request_ids), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingRows:
+    stamp: int
+    request_ids: tuple[str, ...]
+    owners: npt.NDArray[np.int64]
+    host: torch.Tensor  # [m, K] float32, being filled by the copy stream
+    event: Any  # recorded behind the copy; None when the rows are there already
+
+
+class ConfidenceRows:
+    """Hands confidence rows of past draft passes over as soon as their copy has landed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._asynchronous = device.type != "cpu"
+        self._stream = torch.cuda.Stream(device) if self._asynchronous else None
+        self._pending: deque[_PendingRows] = deque()
+
+    def record(
+        self,
+        stamp: int,
+        request_ids: tuple[str, ...],
+        owners: npt.NDArray[np.int64],
+        logits: torch.Tensor,  # [m, K] float32
+    ) -> None:
+        """Start copying the rows of the pass that was just launched."""
+        if len(self._pending) == _MAX_PENDING:
+            self._pending.popleft()
+        if self._stream is None:
+            host, event = torch.sigmoid(logits), None
+        else:
+            current = torch.cuda.current_stream(logits.device)
+            probabilities = torch.sigmoid(logits)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                host = torch.empty_like(probabilities, device="cpu", pin_memory=True)
+                host.copy_(probabilities, non_blocking=True)
+                probabilities.record_stream(self._stream)
+                event = torch.cuda.Event()
+                event.record(self._stream)
+        self._pending.append(_PendingRows(stamp, request_ids, owners, host, event))
+
+    def take(self) -> _PendingRows | None:
+        """Newest rows that have arrived; older ones are superseded by it."""
+        newest = None
+        while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
+            newest = self._pending.popleft()
+        return newest
+
+
+class StepClock:
+    """Wall time of a step's parts on a CPU, where work is done when the call returns."""
+
+    def __init__(self) -> None:
+        self.total_ms = 0.0
+        self.draft_ms: float | None = None
+        self._entered = 0.0
+
+    def reset(self) -> None:
+        """Start a step."""
+        self.total_ms, self.draft_ms = 0.0, None
+
+    def __enter__(self) -> "StepClock":
+        self._entered = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.total_ms += (time.perf_counter() - self._entered) * 1e3
+
+    def timing(self, input_batch: Any, width: int) -> StepTiming:
+        """The step as a sample of the cost table; call after the step."""
+        num_requests = input_batch.num_reqs
+        # offsets rather than scheduled drafts: device windows change the former only
+        windows = np.diff(input_batch.cu_num_logits_np)
+        if (windows == 1).all():
+            shape = StepShape.SINGLE
+        elif (windows == width + 1).all():
+            shape = StepShape.NATIVE
+        else:
+            shape = StepShape.RAGGED
+        lengths = input_batch.seq_lens_cpu_upper_bound[:num_requests]
+        return StepTiming(
+            mode=StepMode.MIXED if input_batch.has_prefill else StepMode.EAGER,
+            shape=shape,
+            num_requests=num_requests,
+            num_tokens=input_batch.num_tokens_after_padding,
+            kv_tokens=int(lengths.sum()),
+            forward_ms=self.total_ms - (self.draft_ms or 0.0),
+            draft_ms=self.draft_ms,
+        )
+
+
+class StepReporter:
+    """Builds the report of each step on the output rank."""
+
+    def __init__(self, device: torch.device, width: int) -> None:
+        self.owners = Owners()
+        self.clock = StepClock() if device.type == "cpu" else None
+        self._rows = ConfidenceRows(device)
+        self._width = width
+        self.cost_table: str | None = None  # set once, by profiling
+
+    def record_rows(self, order: StepOrder, input_batch: Any, logits: torch.Tensor) -> None:
+        """Rows of the pass that was just launched; logits: [num_reqs, K]."""
+        ids = tuple(input_batch.req_ids)
+        self._rows.record(order.step_id, ids, self.owners.of(ids), logits[: len(ids)])
+
+    def report(self, input_batch: Any, admitted: dict[str, int] | None) -> StepReport:
+        """What is known by now; admitted: of this step, if windows were set on the worker."""
+        timings: tuple[StepTiming, ...] = ()
+        if self.clock is not None:
+            timings = (self.clock.timing(input_batch, self._width),)
+        table, self.cost_table = self.cost_table, None
+        rows = self._rows.take()
+        if rows is None:
+            return StepReport(0, (), _NO_OWNERS, _NO_ROWS, timings, admitted, table)
+        return StepReport(
+            rows.stamp,
+            rows.request_ids,
+            rows.owners,
+            rows.host.numpy(),
+            timings,
+            admitted,
+            table,
+        )

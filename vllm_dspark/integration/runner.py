@@ -1,0 +1,187 @@
+"""Model runner of vLLM (V2) with our drafter, rejection sampler and step reports."""
+
+import importlib
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_dspark.artifacts.schema import CostTableRecord
+from vllm_dspark.artifacts.store import ArtifactStore
+from vllm_dspark.config import DSparkConfig
+from vllm_dspark.errors import CostTableError
+from vllm_dspark.integration.backends import reject_ops
+from vllm_dspark.integration.carrier import options_of
+from vllm_dspark.integration.device_windows import DeviceWindows
+from vllm_dspark.integration.profiling import profile_cpu
+from vllm_dspark.integration.rejection import replace_rejection_sampler
+from vllm_dspark.integration.report import StepOrder, attach_report, order_of
+from vllm_dspark.integration.reporting import StepReporter
+from vllm_dspark.integration.speculator import DSparkProposer
+from vllm_dspark.integration.startup import live_fingerprint, resolve_scheduling, settle_windows
+from vllm_dspark.planning.cost import CostTable
+
+logger = logging.getLogger("vllm.vllm_dspark")
+
+
+class DSparkRunnerMixin:
+    """Replaces parts of vLLM's runner right after vLLM has built its own.
+
+    `super()` builds the stock object first; that costs a moment at start-up and keeps every
+    other part of the runner (sizes, capture, profiling) as vLLM made it.
+    """
+
+    # of vLLM's GPUModelRunner, which every user of this mixin derives from
+    vllm_config: Any
+    speculative_config: Any
+    device: torch.device
+    max_num_reqs: int
+    num_speculative_steps: int
+    vocab_size: int
+    req_states: Any
+    execute_model_state: Any
+    speculator: Any
+    rejection_sampler: Any
+    adaptive_verification: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dspark_options = options_of(self.vllm_config) or DSparkConfig()
+        self.dspark_reporter = StepReporter(self.device, self.num_speculative_steps)
+        self._order: StepOrder | None = None
+        self._windows: DeviceWindows | None = None  # set with the KV cache, if windows are "device"
+        self.dspark_batch_ids: list[str] = []
+        if self.speculator is not None:  # last pipeline rank only
+            self.speculator = None  # free the stock buffers before ours are allocated
+            self.speculator = DSparkProposer(self.vllm_config, self.device, self.dspark_options)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's load, then our rejection sampler in place of its own."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if self.rejection_sampler is not None:
+            self.rejection_sampler = replace_rejection_sampler(
+                self.rejection_sampler,
+                self.speculative_config,
+                self.device,
+                reject_ops(
+                    self.dspark_options,
+                    max_requests=self.max_num_reqs,
+                    width=self.num_speculative_steps,
+                    vocab=self.vocab_size,
+                    device=self.device,
+                ),
+            )
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's initialisation, then the executor of device windows where they are settled on."""
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        resolution = resolve_scheduling(self.vllm_config, self.dspark_options)
+        mode, _ = settle_windows(self.vllm_config, self.dspark_options)
+        if mode == "device" and resolution.scheduling:
+            self._windows = DeviceWindows(self, resolution.calibration, get_tp_group())
+
+    def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's gathering; remembers the order of requests in the batch."""
+        state, uniform = super().gather_batch_req_state(*args, **kwargs)  # type: ignore[misc]
+        if state is not None:
+            self.dspark_batch_ids = state.req_ids
+        return state, uniform
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """vLLM's; rows of slots that change hands are forgotten."""
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        if self._windows is not None:
+            for request in scheduler_output.scheduled_new_reqs:
+                self._windows.add_request(self.req_states.req_id_to_index[request.req_id])
+
+    def provide_cost_table(self) -> None:
+        """Take the cached cost table of this engine, or measure and cache one.
+
+        Called once, after warm-up. Every rank runs the same dummy steps; the output rank's table
+        reaches the engine core with its first report.
+        """
+        resolution = resolve_scheduling(self.vllm_config, self.dspark_options)
+        if not resolution.scheduling or self.speculator is None:
+            return
+        measured = get_tp_group().broadcast_object(resolution.needs_profile, src=0)
+        if not measured:
+            return
+        try:
+            table = self.profile_costs()
+        except CostTableError as error:
+            logger.warning("vllm-dspark: full windows in this run: %s", error)
+            return
+        record = CostTableRecord.from_table(table, live_fingerprint(self.vllm_config))
+        self.dspark_reporter.cost_table = record.model_dump_json()
+        path = ArtifactStore(self.dspark_options.resolved_cache_dir()).save(record)
+        logger.info("vllm-dspark: cost table measured and kept in %s", path)
+
+    def profile_costs(self) -> CostTable:
+        """Measured step times of this engine; raises CostTableError if they cannot be trusted."""
+        raise NotImplementedError
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's step; keeps the engine core's order for the draft pass that follows."""
+        self._order = order_of(scheduler_output)
+        if self._order is None:  # dummy runs, foreign schedulers
+            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        self.dspark_reporter.owners.update(scheduler_output)
+        self.adaptive_verification = self._windows if self._trims(scheduler_output) else None
+        if self.dspark_reporter.clock is not None:
+            self.dspark_reporter.clock.reset()
+        with self.dspark_reporter.clock or nullcontext():
+            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _trims(self, scheduler_output: Any) -> bool:
+        """Whether device windows execute this step's plan."""
+        if self._windows is None or self._order is None:
+            return False
+        ids = [name for name, d in scheduler_output.scheduled_spec_decode_tokens.items() if d]
+        return bool(ids) and self._windows.accept(self._order, self.dspark_reporter.owners.of(ids))
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's sampling and drafting, then the step's report on its output."""
+        order, self._order = self._order, None
+        state = self.execute_model_state
+        if order is None or state is None or self.speculator is None:
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        self.speculator.draft_next = order.draft_next
+        with self.dspark_reporter.clock or nullcontext():
+            output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        self._report(order, state.input_batch, output)
+        return output
+
+    def _report(self, order: StepOrder, input_batch: Any, output: Any) -> None:
+        speculator, reporter = self.speculator, self.dspark_reporter
+        if reporter.clock is not None:
+            reporter.clock.draft_ms = speculator.draft_ms
+        if order.draft_next and speculator.has_confidence:
+            reporter.record_rows(order, input_batch, speculator.confidence_logits)
+            if self._windows is not None:
+                rows = torch.sigmoid(speculator.confidence_logits[: input_batch.num_reqs])
+                self._windows.record(order.step_id, input_batch.idx_mapping_np, rows)
+        admitted = self._windows.admitted if self.adaptive_verification is not None else None
+        report = reporter.report(input_batch, admitted)
+        attach_report(getattr(output, "model_runner_output", output), report)
+
+
+class DSparkGPUModelRunner(DSparkRunnerMixin, GPUModelRunner):
+    """V2 runner on CUDA."""
+
+    def profile_costs(self) -> CostTable:
+        raise CostTableError("incomplete", "profiling on a GPU comes with the GPU executor")
+
+
+if current_platform.is_cpu():
+    # Imported by name: the module patches torch on import and exists for the CPU build only.
+    _cpu = importlib.import_module("vllm.v1.worker.cpu.model_runner")
+
+    class DSparkCPUModelRunner(DSparkRunnerMixin, _cpu.CPUModelRunner):  # type: ignore[name-defined,misc]
+        """V2 runner on the CPU build."""
+
+        def profile_costs(self) -> CostTable:
+            return profile_cpu(self)

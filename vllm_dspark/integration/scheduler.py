@@ -1,0 +1,168 @@
+"""Scheduler of the engine core: decides how many drafts each request verifies."""
+
+import logging
+from typing import Any
+
+from vllm_dspark.config import DSparkConfig
+from vllm_dspark.integration.carrier import options_of
+from vllm_dspark.integration.conductor import Conductor, StepOutlook
+from vllm_dspark.integration.outcomes import OutcomeLog, OutcomeTotals, RequestOutcome
+from vllm_dspark.integration.report import StepOrder, attach_order, order_of, report_of
+from vllm_dspark.integration.startup import (
+    require_schedulable,
+    resolve_scheduling,
+    settle_windows,
+)
+from vllm_dspark.integration.windows import GivenWindows
+from vllm_dspark.planning.cost import StepMode
+from vllm_dspark.planning.table import RequestTable
+
+logger = logging.getLogger("vllm.vllm_dspark")
+
+
+class DSparkSchedulerMixin:
+    """Applies windows before vLLM's `schedule`, learns before its `update_from_output`.
+
+    Cutting drafts before scheduling gives the freed token budget to prefills that wait for it.
+    """
+
+    # of vLLM's Scheduler, which every user of this mixin derives from
+    vllm_config: Any
+    running: list[Any]
+    waiting: Any
+    requests: dict[str, Any]
+    num_spec_tokens: int
+    max_num_running_reqs: int
+    max_num_scheduled_tokens: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = options_of(self.vllm_config) or DSparkConfig()
+        width: int = self.num_spec_tokens
+        self.dspark_totals = OutcomeTotals(width)
+        self._outcome_log = OutcomeLog(options.record_outcomes) if options.record_outcomes else None
+        self._given_windows: GivenWindows | None = None
+        if options.test_windows is not None:
+            self._given_windows = GivenWindows(
+                options.test_windows, width, options.test_windows_seed
+            )
+        self.conductor = self._make_conductor(options, width)
+
+    def _make_conductor(self, options: DSparkConfig, width: int) -> Conductor:
+        vllm_config = self.vllm_config
+        resolution = resolve_scheduling(vllm_config, options)
+        mode, _ = settle_windows(vllm_config, options)
+        require_schedulable(resolution.off_reason, options)
+        for note in resolution.notes:
+            logger.warning("vllm-dspark: %s", note)
+        if resolution.off_reason:
+            logger.info("vllm-dspark: full windows: %s", resolution.off_reason)
+        table = RequestTable(
+            width,
+            self.max_num_running_reqs,
+            resolution.calibration,
+            rank_by_posterior=mode == "host",
+            online_calibration=options.online_calibration,
+        )
+        return Conductor(
+            table,
+            resolution,
+            options,
+            StepMode.EAGER,
+            max_tokens=self.max_num_scheduled_tokens,
+            device_windows=mode == "device",
+        )
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's schedule, after this step's windows were applied to the running requests."""
+        drafting = [r for r in self.running if r.spec_token_ids]
+        order = self.conductor.order(drafting, self._outlook(drafting))
+        windows = order.plan.windows if order.plan is not None else ()
+        if self._given_windows is not None and drafting:
+            windows = tuple(self._given_windows.next(len(drafting)))
+        for request, window in zip(drafting, windows, strict=False):
+            if window - 1 < len(request.spec_token_ids):
+                request.spec_token_ids = request.spec_token_ids[: window - 1]
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        attach_order(output, order)
+        self._follow(output, order)
+        return output
+
+    def _outlook(self, drafting: list[Any]) -> StepOutlook:
+        running = self.running
+        num_waiting = len(self.waiting)
+        has_room = len(running) < self.max_num_running_reqs
+        return StepOutlook(
+            mixed=len(drafting) < len(running) or (num_waiting > 0 and has_room),
+            num_waiting=num_waiting,
+            kv_tokens=sum(r.num_computed_tokens for r in drafting),
+        )
+
+    def _follow(self, output: Any, order: StepOrder) -> None:
+        requests = self.requests
+        sampling = [
+            name for name in output.num_scheduled_tokens if not requests[name].is_prefill_chunk
+        ]
+        self.conductor.scheduled(
+            started=[requests[new.req_id] for new in output.scheduled_new_reqs],
+            preempted=output.preempted_req_ids or (),
+            finished=output.finished_req_ids,
+            sampling_ids=sampling,
+            draft_next=order.draft_next,
+        )
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's update, after learning what became of this step's drafts."""
+        order = order_of(scheduler_output)
+        if order is not None:
+            report = report_of(model_runner_output)
+            admitted = report.admitted if report is not None else None
+            outcomes = _outcomes(scheduler_output, model_runner_output, order, admitted)
+            self.conductor.learn(report, outcomes, order.stamps)
+            self.dspark_totals.add(outcomes)
+            if self._outcome_log is not None and outcomes:
+                self._outcome_log.write(order.step_id, outcomes)
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        """vLLM's shutdown, then the outcome log is closed."""
+        super().shutdown()  # type: ignore[misc]
+        if self._outcome_log is not None:
+            self._outcome_log.close()
+
+
+def _outcomes(
+    scheduler_output: Any,
+    model_runner_output: Any,
+    order: StepOrder,
+    on_device: dict[str, int] | None,
+) -> list[RequestOutcome]:
+    """What became of one step's drafts; on_device: drafts the worker let through."""
+    sampled = model_runner_output.sampled_token_ids
+    if not sampled:
+        return []
+    verified = scheduler_output.scheduled_spec_decode_tokens
+    invalid = scheduler_output.num_invalid_spec_tokens or {}
+    outcomes = []
+    for request_id, num_drafted in order.drafted.items():
+        index = model_runner_output.req_id_to_index.get(request_id)
+        if index is None or not sampled[index]:
+            continue  # not scheduled after all, or only a chunk of a resumed prefill
+        admitted = len(verified.get(request_id, ()))
+        if on_device is not None:
+            admitted = min(admitted, on_device.get(request_id, admitted))
+        scored = admitted - invalid.get(request_id, 0)
+        accepted = min(len(sampled[index]) - 1, scored)
+        outcomes.append(RequestOutcome(request_id, num_drafted, admitted, scored, accepted))
+    return outcomes
+
+
+def make_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
+    """Late factory: async scheduling is settled only when the engine core starts."""
+    if vllm_config.scheduler_config.async_scheduling:
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Base
+    else:
+        from vllm.v1.core.sched.scheduler import Scheduler as Base  # type: ignore[assignment]
+
+    scheduler_class = type(f"DSpark{Base.__name__}", (DSparkSchedulerMixin, Base), {})
+    return scheduler_class(vllm_config=vllm_config, **kwargs)

@@ -1,0 +1,143 @@
+"""vLLM's DSpark speculator with our drafter model and sequential sampling.
+
+vLLM's class keeps what is about its own buffers: context KV, block inputs, attention metadata and
+graph capture. Everything after the backbone's forward pass is `DraftOps` (kernels/protocols.py).
+"""
+
+import logging
+import time
+from typing import Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator as StockSpeculator
+from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
+
+from vllm_dspark.config import DSparkConfig
+from vllm_dspark.integration.backends import draft_ops
+from vllm_dspark.integration.models import drafter_architecture, register_drafters
+from vllm_dspark.kernels.protocols import (
+    DraftBatch,
+    DraftHead,
+    DraftOps,
+    DraftOutput,
+    SamplingState,
+)
+
+logger = logging.getLogger("vllm.vllm_dspark")
+
+
+class DSparkProposer(StockSpeculator):
+    """Drafts blocks of K tokens with one confidence logit each.
+
+    confidence_logits: [max_num_reqs, K] float32 by batch row of the last pass, before the sigmoid.
+    draft_next: whether the coming `propose` drafts; the runner sets it from the step's order.
+    draft_ms: host time of the last draft pass, None when it was skipped (a CPU's step time).
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, options: DSparkConfig) -> None:
+        super().__init__(vllm_config, device)
+        self.options = options
+        self.ops: DraftOps | None = None  # made when the head is loaded
+        self.confidence_logits = torch.zeros(
+            self.max_num_reqs, self.num_speculative_steps, dtype=torch.float32, device=device
+        )
+        self.draft_head: DraftHead | None = None
+        self.draft_next = True
+        self.draft_ms: float | None = None
+
+    @property
+    def has_confidence(self) -> bool:
+        """Whether the loaded drafter predicts acceptance."""
+        return self.draft_head is not None and self.draft_head.confidence is not None
+
+    def draft_logits_spec(self, vllm_config: Any) -> tuple[torch.dtype, float]:
+        """Dtype and fill of the cached draft logits: columns no draft maps to must stay -inf."""
+        dtype, fill = super().draft_logits_spec(vllm_config)
+        draft_vocab = getattr(self.draft_model_config.hf_config, "draft_vocab_size", None)
+        reduced = draft_vocab is not None and draft_vocab < self.vocab_size
+        return dtype, float("-inf") if reduced else fill
+
+    def load_draft_model(
+        self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
+    ) -> torch.nn.Module:
+        """Load the drafter as our class where we have one, else as vLLM's."""
+        config = self.draft_model_config.hf_config
+        stock = list(config.architectures)
+        ours = drafter_architecture(stock)
+        if ours is None:
+            logger.warning(
+                "vllm-dspark: no own drafter for architectures %s: vLLM's class and sequential "
+                "sampling serve it, without confidences",
+                stock,
+            )
+            model: torch.nn.Module = super().load_draft_model(target_model, target_attn_layer_names)
+            return model
+        register_drafters()
+        config.architectures = [ours]
+        try:
+            model = load_dspark_model(target_model, self.vllm_config)
+        finally:
+            config.architectures = stock
+        self.draft_head = model.draft_head
+        self.ops = draft_ops(
+            self.options,
+            model.draft_head,
+            max_requests=self.max_num_reqs,
+            width=self.num_speculative_steps,
+            draft_vocab=config.draft_vocab_size,
+            device=self.device,
+        )
+        return model
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """vLLM's, but the reference cannot be captured: it looks at values on the host."""
+        if self.options.kernels == "reference":
+            cudagraph_mode = CUDAGraphMode.NONE
+        super().init_cudagraph_manager(cudagraph_mode)
+
+    def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
+        """Draft tokens and confidences of `num_reqs` rows from the backbone's hidden states."""
+        if self.draft_head is None or self.ops is None:
+            super()._sample_sequential(num_reqs, head_hidden)
+            return
+        width = self.num_speculative_steps
+        flat = num_reqs * width
+        hidden = head_hidden[self.sample_indices[:flat]]
+        base_logits = self.model.compute_draft_logits(hidden)
+        batch = DraftBatch(
+            base_logits=base_logits.view(num_reqs, width, -1),
+            hidden=hidden.view(num_reqs, width, -1),
+            anchor=self.input_buffers.input_ids[self._anchor_idx[:num_reqs]].long(),
+            req_index=self.sample_idx_mapping[:flat].view(num_reqs, width)[:, 0],
+            position=self.sample_pos[:flat].view(num_reqs, width),
+        )
+        out = DraftOutput(
+            tokens=self.draft_tokens[:num_reqs],
+            confidence_logits=self.confidence_logits[:num_reqs] if self.has_confidence else None,
+            logits_cache=self.draft_logits,
+        )
+        self.ops.sample_block(
+            self.draft_head, batch, SamplingState(self.temperature, self.seeds), out
+        )
+
+    def _generate_draft(self, *args: Any, **kwargs: Any) -> None:
+        """Backbone and head; nothing when this step was ordered not to draft."""
+        if self.draft_next:
+            super()._generate_draft(*args, **kwargs)
+
+    def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Store the context KV of the verified tokens and, unless skipped, draft a block.
+
+        Returns [num_reqs, K] draft tokens; -1 throughout when drafting is skipped.
+        """
+        started = time.perf_counter()
+        if not self.draft_next:
+            # Any graph holds the whole draft step, so a skipped one runs without.
+            kwargs["is_profile"] = True
+        drafts: torch.Tensor = super().propose(*args, **kwargs)
+        if self.draft_next:
+            self.draft_ms = (time.perf_counter() - started) * 1e3
+            return drafts
+        self.draft_ms, self.draft_next = None, True
+        return torch.full_like(drafts, -1)

@@ -1,0 +1,162 @@
+"""What scheduling an engine gets, found once from its config, options and artifacts.
+
+Scheduler and worker call `resolve_scheduling` with equal configs and so find the same answer.
+"""
+
+import functools
+import logging
+import platform
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import vllm_dspark
+from vllm_dspark.artifacts.fingerprint import Fingerprint, hash_config
+from vllm_dspark.artifacts.freshness import Resolution, resolve
+from vllm_dspark.artifacts.store import ArtifactStore
+from vllm_dspark.config import DSparkConfig
+from vllm_dspark.cpu.build import is_cpu_build
+from vllm_dspark.errors import DSparkConfigError
+from vllm_dspark.integration.compat import vllm_version
+from vllm_dspark.planning.calibration import Calibration
+
+logger = logging.getLogger("vllm.vllm_dspark")
+
+
+def resolve_scheduling(vllm_config: Any, options: DSparkConfig) -> Resolution:
+    """Whether verification is scheduled, with what table and calibration, and if not why."""
+    width = vllm_config.speculative_config.num_speculative_tokens
+    mode, why = settle_windows(vllm_config, options)
+    reason = unsupported(vllm_config) or (why if mode == "native" else "")
+    if reason:
+        return Resolution(reason, Calibration.identity(width))
+    store = ArtifactStore(options.resolved_cache_dir())
+    return resolve(options, live_fingerprint(vllm_config), store)
+
+
+def unsupported(vllm_config: Any) -> str:
+    """Why this engine's windows stay full, or "" if they can be scheduled."""
+    speculative = vllm_config.speculative_config
+    if not getattr(speculative.draft_model_config.hf_config, "enable_confidence_head", False):
+        return "the drafter has no confidence head (enable_confidence_head in its config.json)"
+    return ""
+
+
+WindowMode = Literal["host", "device", "native"]
+
+
+def settle_windows(vllm_config: Any, options: DSparkConfig) -> tuple[WindowMode, str]:
+    """Who sets windows in this engine, and why; "native" means full windows always.
+
+    | engine                                   | auto   | host | device                        |
+    |------------------------------------------|--------|------|-------------------------------|
+    | CPU build                                | host   | host | device                        |
+    | data parallel                            | native | native | native                      |
+    | LoRA, or pipeline parallel               | host   | host | native: lengths must be known |
+    | CUDA, eager or piecewise graphs          | host   | host | native: nothing to gain       |
+    | CUDA, full graphs                        | native | host | native: not measured yet      |
+    """
+    wish = options.windows
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        return "native", f"data_parallel_size = {parallel.data_parallel_size}: ranks cannot agree"
+    host_lengths = ""
+    if vllm_config.lora_config is not None:
+        host_lengths = "LoRA needs lengths that the host knows"
+    elif parallel.pipeline_parallel_size > 1:
+        host_lengths = "pipeline ranks need lengths that the host knows"
+    if host_lengths:
+        return ("native", host_lengths) if wish == "device" else ("host", host_lengths)
+    if is_cpu_build():
+        return ("device", "asked for") if wish == "device" else ("host", "a CPU has no graphs")
+    if wish == "host":
+        return "host", "asked for"
+    if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        reason = "no full graphs, so lengths on the host cost nothing"
+        return ("native", reason) if wish == "device" else ("host", reason)
+    return "native", "device windows inside full CUDA graphs are not released yet"
+
+
+def require_schedulable(reason: str, options: DSparkConfig) -> None:
+    """Raise when the user demanded scheduling (`"scheduling": true`) that cannot be had."""
+    if options.scheduling is True and reason:
+        raise DSparkConfigError(
+            f'dspark.scheduling = true, but {reason}; drop the option ("auto" verifies full '
+            "windows then) or remove the cause"
+        )
+
+
+def live_fingerprint(vllm_config: Any) -> Fingerprint:
+    """Identity of this engine for artifacts; equal in every process of the engine."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    draft = vllm_config.speculative_config.draft_model_config
+    compilation = vllm_config.compilation_config
+    backend = vllm_config.attention_config.backend
+    return Fingerprint(
+        device=device_name(),
+        device_count=parallel.world_size,
+        driver=_driver(),
+        cuda=torch.version.cuda or "",
+        triton=_triton_version(),
+        torch=torch.__version__,
+        vllm=vllm_version(),
+        plugin=vllm_dspark.__version__,
+        model_hash=_config_hash(model),
+        drafter_hash=_config_hash(draft),
+        quantization=str(model.quantization or ""),
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        tensor_parallel=parallel.tensor_parallel_size,
+        data_parallel=parallel.data_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        attention_backend=backend.name if backend is not None else "default",
+        num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+        ladder=tuple(sorted(compilation.cudagraph_capture_sizes or ())),
+    )
+
+
+def _config_hash(model_config: Any) -> str:
+    """Digest of a model's config and of its weight files' sizes (contents would take minutes)."""
+    config = dict(model_config.hf_config.to_dict())
+    folder = Path(model_config.model)
+    if folder.is_dir():
+        config["_files"] = sorted((p.name, p.stat().st_size) for p in folder.glob("*.safetensors"))
+    # What merely names a version of the library or the way of loading is no part of the model.
+    for name in ("transformers_version", "_name_or_path", "architectures"):
+        config.pop(name, None)
+    return hash_config(config)
+
+
+@functools.cache
+def device_name() -> str:
+    """Name of the accelerator, or of the CPU."""
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def _driver() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _triton_version() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    import triton
+
+    return str(triton.__version__)

@@ -1,0 +1,1 @@
+"""The drafter: its checkpoint, its heads and the drafting of a block."""

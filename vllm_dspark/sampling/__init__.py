@@ -1,0 +1,1 @@
+"""Verification of drafted tokens: ragged rejection sampling and its outcome record."""
