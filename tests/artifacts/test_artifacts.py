@@ -11,7 +11,13 @@ from pydantic import ValidationError
 from tests.planning.builders import grid, table_from
 from vllm_dspark.artifacts.fingerprint import MODEL_FIELDS, Fingerprint, hash_config
 from vllm_dspark.artifacts.freshness import planner_options, resolve
-from vllm_dspark.artifacts.schema import AdmissionRecord, CalibrationRecord, CostTableRecord, now
+from vllm_dspark.artifacts.schema import (
+    AdmissionRecord,
+    CalibrationRecord,
+    CostTableRecord,
+    PositionRecord,
+    now,
+)
 from vllm_dspark.artifacts.store import (
     ArtifactStore,
     read_admission,
@@ -24,6 +30,7 @@ from vllm_dspark.config import DSparkConfig
 from vllm_dspark.errors import ArtifactError, CalibrationError, CostTableError
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.cost import CostTable, StepMode, StepShape
+from vllm_dspark.planning.quality import PositionQuality
 
 K = 7
 
@@ -116,7 +123,11 @@ class TestRoundTrip:
         assert two.allocation_ms == 0.05
 
     def test_calibration(self, tmp_path):
-        record = calibration_record()
+        raw = PositionQuality(1, 90, 0.8, 0.1, 0.2, 0.16, 0.7)
+        fitted = PositionQuality(1, 90, 0.8, 0.02, 0.15, 0.16, 0.71)
+        quality = PositionRecord.of(raw, fitted)
+        assert (quality.ece_before, quality.ece_after, quality.auc) == (0.1, 0.02, 0.71)
+        record = calibration_record().model_copy(update={"greedy_quality": (quality,)})
         write_record(tmp_path / "c.json", record)
         assert read_calibration(tmp_path / "c.json", K) == record
         assert record.to_calibration().sampled == (2.0,) * K

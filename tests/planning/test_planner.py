@@ -132,6 +132,25 @@ class TestBudget:
         chosen = plan.predicted_tokens / plan.predicted_ms
         assert chosen >= best * (1 - 1e-6)
 
+    @settings(max_examples=40, deadline=None)
+    @given(st.integers(1, 40), st.integers(0, 2**32 - 1))
+    def test_without_graphs_too(self, n, seed):
+        """Eager: every budget runs at its own size; 64 candidates are within 0.5 %."""
+        rng = np.random.default_rng(seed)
+        rates = rng.uniform(0.2, 1.0, (K, n)).astype(np.float32)
+        sizes, step_ms = (1, 50, 100, 400), flat_until(int(rng.integers(1, 200)))
+        ms = [step_ms(size) for size in sizes]
+        table = CostTable(
+            {(StepMode.EAGER, StepShape.RAGGED): grid(sizes, ms)}, grid((1, 64), (1, 2))
+        )
+        one = Planner(CostModel(table), replace(AT_ONCE, skip_draft=False))
+        plan = one.plan(facts(mode=StepMode.EAGER, native_mode=StepMode.EAGER), batch(rates))
+        ranked = np.sort(survival(rates).ravel())[::-1].astype(np.float64)
+        tokens = n + np.concatenate(([0.0], np.cumsum(ranked)))
+        costs = np.interp(n + np.arange(n * K + 1), sizes, ms) + one.cost.draft_ms(n)
+        chosen = plan.predicted_tokens / plan.predicted_ms
+        assert chosen >= (tokens / costs).max() * 0.995
+
     @pytest.mark.parametrize("rate", [0.5, 0.7, 0.85, 0.95])
     @pytest.mark.parametrize("n", [1, 2, 4, 8, 16, 32, 64, 128, 256])
     def test_never_worse_than_any_fixed_setting(self, n, rate):
