@@ -103,6 +103,19 @@ class TestReasons:
         known[0] = True
         assert planner().plan(facts(), uniform(64, 0.8, known=known)).kind is PlanKind.TRIM
 
+    def test_without_a_cost_table_everything_is_native(self):
+        plan = Planner().plan(facts(), uniform(64, 0.8))
+        assert (plan.kind, plan.reason) == (PlanKind.NATIVE, Reason.UNPRICED)
+        assert plan.windows == (8,) * 64
+
+    def test_switched_off(self):
+        one = planner(replace(AT_ONCE, enabled=False))
+        plan = one.plan(facts(), uniform(64, 0.8))
+        assert (plan.kind, plan.reason) == (PlanKind.OFF, Reason.DISABLED)
+        assert (plan.windows, plan.draft_next) == ((8,) * 64, True)
+        one = planner(replace(AT_ONCE, enabled=False, test_windows=2))
+        assert one.plan(facts(), uniform(64, 0.8)).windows == (2,) * 64
+
     def test_empty_step(self):
         plan = planner().plan(facts(), batch(np.zeros((K, 0))))
         assert (plan.kind, plan.reason, plan.budget) == (PlanKind.NATIVE, Reason.EMPTY, 0)
@@ -267,6 +280,17 @@ class TestSkipDraft:
         assert not any(plan.draft_next for plan in mixed)
         assert episode.run(128, 1)[0].reason is Reason.SKIP_GAIN
 
+    def test_a_pause_cannot_last_for_want_of_a_decision(self):
+        """Endless prefill, or a request that excludes planning, must not stop drafting for good."""
+        episode = Episode(planner(replace(AT_ONCE, probe_interval=8)))
+        episode.run(128, 5)
+        mixed = episode.run(128, 9, reserved_rows=50)
+        assert [plan.draft_next for plan in mixed] == [False] * 7 + [True] * 2
+        episode = Episode(planner())
+        episode.run(128, 5)
+        excluded = uniform(128, 0.05, excluded=np.arange(128) == 0)
+        assert episode.planner.plan(facts(6), excluded).draft_next
+
     def test_can_be_switched_off(self):
         plans = Episode(planner(replace(AT_ONCE, skip_draft=False))).run(128, 5)
         assert all(plan.draft_next for plan in plans)
@@ -338,6 +362,8 @@ class TestForced:
             assert plans[0].windows == expected[spec]
         else:
             assert plans[2].windows != plans[0].windows
+        excluded = replace(seen, excluded=np.ones(5, dtype=bool))
+        assert planner(options).plan(facts(3), excluded).reason is Reason.EXCLUDED
 
 
 class TestLazy:
