@@ -154,7 +154,8 @@ def main() -> None:
             rows = rows_for(num_requests, windows == "host", arguments.repeats)
             report[f"{windows}/{num_requests}"] = [asdict(row) for row in rows]
             text = "  ".join(
-                f"{row.part} {row.best_us:.0f}, {row.median_us:.0f} ({row.p20_us:.0f}..{row.p80_us:.0f})"
+                f"{row.part} {row.best_us:.0f}, {row.median_us:.0f}"
+                f" ({row.p20_us:.0f}..{row.p80_us:.0f})"
                 for row in rows
             )
             print(f"  {num_requests:4d} requests  {text}")
