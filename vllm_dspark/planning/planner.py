@@ -298,7 +298,9 @@ class Planner:
         drafting = self.selector.kind is not PlanKind.SKIP_DRAFT
         budget = int(np.add.reduce(batch.num_drafts))
         kind = PlanKind.OFF if reason is Reason.DISABLED else PlanKind.NATIVE
-        return self._plan(facts, batch, kind, reason, budget, batch.num_drafts, drafting, own, own)
+        return self._plan(
+            facts, batch, kind, reason, budget, batch.num_drafts, drafting, (own, own)
+        )
 
     def _trim(
         self,
@@ -321,8 +323,7 @@ class Planner:
             option.budget,
             admitted,
             draft_next,
-            option,
-            seen.native,
+            (option, seen.native),
         )
 
     def _single(
@@ -336,7 +337,8 @@ class Planner:
         nothing, kind, own = np.zeros_like(batch.num_drafts), PlanKind.SKIP_DRAFT, seen.skip
         if own is not None and draft_next:
             own = replace(own, ms=own.ms + self._prices.draft_ms(batch.owner.size))
-        return self._plan(facts, batch, kind, reason, 0, nothing, draft_next, own, seen.native)
+        prices = (own, seen.native)
+        return self._plan(facts, batch, kind, reason, 0, nothing, draft_next, prices)
 
     def _forced(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
         """Windows prescribed by a test; these reach the device too."""
@@ -345,7 +347,7 @@ class Planner:
         budget = int(windows.sum()) - windows.size
         full = budget == int(batch.num_drafts.sum())
         kind = PlanKind.NATIVE if full else PlanKind.TRIM
-        plan = self._plan(facts, batch, kind, Reason.FORCED, budget, None, True, None, None)
+        plan = self._plan(facts, batch, kind, Reason.FORCED, budget, None, True, (None, None))
         return replace(plan, windows=tuple(windows.tolist()))
 
     def _plan(
@@ -357,9 +359,9 @@ class Planner:
         budget: int,
         admitted: IntArray | None,
         draft_next: bool,
-        own: Option | None,
-        native: Option | None,
+        prices: tuple[Option | None, Option | None],  # of this plan, of the native step
     ) -> VerifyPlan:
+        own, native = prices
         windows: tuple[int, ...] = ()
         if admitted is not None and not self.options.device_windows:
             windows = tuple((admitted + 1).tolist())
