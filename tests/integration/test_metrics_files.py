@@ -51,7 +51,10 @@ def parse(text):
 
 
 def key(name, **labels):
-    return (f"vllm:dspark_{name}", tuple(sorted({"model_name": "m", "engine": "0", **labels}.items())))
+    return (
+        f"vllm:dspark_{name}",
+        tuple(sorted({"model_name": "m", "engine": "0", **labels}.items())),
+    )
 
 
 class TestRecordFile:

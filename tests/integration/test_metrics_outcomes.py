@@ -41,7 +41,7 @@ def columns(outcomes):
 
 class TestPending:
     def test_no_stop(self):
-        found, lists = pending({"a": (4, 4, 3), "b": (4, 2, 3), "c": (4, 0, 1)})
+        found, _ = pending({"a": (4, 4, 3), "b": (4, 2, 3), "c": (4, 0, 1)})
         outcomes = found.finish(set("ab"), None)
         assert outcomes.request_ids == ["a", "b", "c"]
         assert columns(outcomes) == [[4, 4, 4], [4, 2, 0], [4, 2, 0], [4, 2, 0], [2, 2, 0]]
@@ -63,7 +63,7 @@ class TestPending:
         assert outcomes.verified.tolist() == [4]
 
     def test_a_stop_at_the_corrected_token_keeps_the_rejection(self):
-        found, lists = pending({"a": (4, 4, 2)})  # one accepted, then the target's correction
+        found, _ = pending({"a": (4, 4, 2)})  # one accepted, then the target's correction
         outcomes = found.finish({"a"}, None)
         assert outcomes.accepted.tolist() == [1]
         assert outcomes.before_stop.tolist() == [4]

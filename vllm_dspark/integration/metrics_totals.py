@@ -70,14 +70,14 @@ class StepTimes:
         priced = cost.step_ms(timing.mode, timing.shape, timing.kv_tokens, timing.num_tokens)
         if priced is None:
             return
-        predicted, measured = priced[1], timing.forward_ms
-        if timing.draft_ms is not None:
+        predicted, measured, draft = priced[1], timing.forward_ms, timing.draft_ms
+        if draft is not None:
             predicted += cost.draft_ms(timing.num_requests)
-            measured += timing.draft_ms
-            self.draft_s[0] += timing.draft_ms * 1e-3
-        if not (math.isfinite(measured) and measured > 0.0 and predicted > 0.0):
+            measured += draft
+        if not (math.isfinite(measured) and timing.forward_ms > 0.0 and predicted > 0.0):
             return
         self.timed[0] += 1.0
+        self.draft_s[0] += (draft or 0.0) * 1e-3
         self.measured_s[0] += measured * 1e-3
         self.predicted_s[0] += predicted * 1e-3
         ratio = measured / predicted
