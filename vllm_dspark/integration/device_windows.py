@@ -161,7 +161,8 @@ class DeviceWindows:
         floor = np.minimum(floor, capacity)
         if floor.sum() > self._budget:
             floor = np.zeros_like(capacity)
-        return allocate(survival(estimate), capacity, floor, self._budget)
+        admitted: IntArray = allocate(survival(estimate), capacity, floor, self._budget)
+        return admitted
 
     def _batch_ids(self) -> list[str]:
         ids: list[str] = self._runner.dspark_batch_ids
