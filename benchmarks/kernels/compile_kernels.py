@@ -136,9 +136,7 @@ def compile_launch(entry: Launch, arch: int) -> Report:
     """Compiles one recorded launch for one architecture."""
     begin = time.monotonic()
     options = {key: value for key, value in entry.options.items() if value is not None}
-    compiled = triton.compile(
-        _source(entry), target=GPUTarget("cuda", arch, 32), options=options
-    )
+    compiled = triton.compile(_source(entry), target=GPUTarget("cuda", arch, 32), options=options)
     ptx = compiled.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -212,11 +210,81 @@ def draft_case(
     batch = DraftBatch(
         base, torch.zeros(num_reqs, columns, hidden, dtype=BF16), index, index, positions
     )
-    out = DraftOutput(
-        positions, torch.zeros(num_reqs, columns), base.clone() if cached else None
-    )
+    out = DraftOutput(positions, torch.zeros(num_reqs, columns), base.clone() if cached else None)
     ops = TritonDraftOps(head, num_reqs, columns, vocab, torch.device("cpu"))
     ops.sample_block(head, batch, SamplingState(torch.zeros(1), index), out)
+
+
+def windows_case(num_reqs: int, width: int, calibrate: bool) -> None:
+    """Allocation and row maps of one step."""
+    from vllm_dspark.kernels.windows import (
+        WindowBuffers,
+        WindowCalibration,
+        WindowRequests,
+        allocate_windows,
+    )
+
+    out = WindowBuffers.empty(num_reqs, 64, 64, torch.device("cpu"))
+    ints = torch.zeros(num_reqs, dtype=torch.int32)
+    table = torch.zeros(num_reqs, width)
+    requests = WindowRequests(ints.long(), ints, ints, ints, ints, ints)
+    calibration = WindowCalibration(table, table, table) if calibrate else None
+    allocate_windows(out, table, table, requests, ints[:1], calibration)
+
+
+def reject_case(num_reqs: int, vocab: int, method: str, cache: torch.dtype | None) -> None:
+    """All launches of one verification."""
+    from vllm_dspark.kernels.protocols import RejectBatch, RejectRule, SamplingState
+    from vllm_dspark.kernels.rejection import TritonRejectOps
+
+    ops = TritonRejectOps(num_reqs, 7, vocab, torch.device("cpu"))
+    ints = torch.zeros(num_reqs + 1, dtype=torch.int64)
+    draft = None if cache is None else torch.empty(1, 7, vocab, dtype=cache)
+    batch = RejectBatch(torch.empty(2, vocab), draft, ints, ints.int(), ints, ints[:num_reqs])
+    ops.reject(batch, SamplingState(torch.ones(1), ints), RejectRule(7, method))  # type: ignore[arg-type]
+
+
+def block_case(heads: int, kv_heads: int, head_dim: int, cache: torch.dtype) -> None:
+    """Preparation, context insertion and attention of a drafted block of 7."""
+    from vllm_dspark.kernels.attention_plan import AttentionShape
+    from vllm_dspark.kernels.block_attention import BlockAttention
+    from vllm_dspark.kernels.block_prepare import (
+        ContextCaches,
+        RotaryEmbedding,
+        prepare_block,
+        store_context_kv,
+    )
+
+    shape = AttentionShape(heads, kv_heads, head_dim, causal=False)
+    layer = BlockAttention(shape, 32, 7, torch.device("cpu"))
+    q = torch.empty(4, heads, head_dim, dtype=BF16)
+    kv = torch.empty(2, kv_heads, 16, 2 * head_dim, dtype=cache)
+    k_cache, v_cache = kv.transpose(1, 2).split(head_dim, -1)
+    scale = torch.ones(2) if cache.itemsize == 1 else None
+    rotary = RotaryEmbedding(torch.empty(64, head_dim))
+    weight, index = torch.empty(2, head_dim, dtype=BF16), torch.zeros(4, dtype=torch.int64)
+    qkv = torch.empty(4, (heads + 2 * kv_heads) * head_dim, dtype=BF16)
+    prepare_block(
+        q, k_cache, v_cache, qkv, weight[0], weight[1], rotary, index, index, 1e-6, 1.0, scale, scale
+    )
+    caches = ContextCaches([k_cache] * 2, [v_cache] * 2, scale, scale)
+    states = torch.empty(4, 2, 2, kv_heads, head_dim, dtype=BF16)
+    store_context_kv(caches, states, weight, rotary, index, index, 1e-6)
+    layer.plan_block(torch.zeros(32, dtype=torch.int32))
+    table = torch.zeros(32, 64, dtype=torch.int32)
+    layer.forward(q, q, k_cache, v_cache, table, None, scale, scale)
+
+
+def latent_case(heads: int, latent: int, rope: int, cache: torch.dtype) -> None:
+    """The windowed latent attention of a block of 8."""
+    from vllm_dspark.kernels.block_attention import latent_block_attention
+
+    out = torch.empty(16, heads, latent, dtype=BF16)
+    q = torch.empty(16, heads, latent + rope, dtype=BF16)
+    pages = torch.empty(2, 64, latent + rope, dtype=cache)
+    table, lens = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    scale = torch.ones(1) if cache.itemsize == 1 else None
+    latent_block_attention(out, q, pages, table, lens, 0.1, 128, torch.empty(heads), scale)
 
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -237,6 +305,15 @@ CASES: dict[str, Callable[[], None]] = {
     "draft gated r64 R=32 d2t": lambda: draft_case(32, "gated", 64, 32000, True, True),
     "draft rnn r512 R=64": lambda: draft_case(64, "rnn", 512, 32000, True),
     "draft without head R=64": lambda: draft_case(64, None, 0, 32000, True),
+    "windows R=512 K=8": lambda: windows_case(512, 8, True),
+    "windows R=32 K=7": lambda: windows_case(32, 7, False),
+    "reject standard R=64 bf16 cache": lambda: reject_case(64, 151936, "standard", BF16),
+    "reject block R=8 f32 cache": lambda: reject_case(8, 32000, "block", torch.float32),
+    "reject standard R=8 greedy drafts": lambda: reject_case(8, 32000, "standard", None),
+    "block qwen3-8b K=7": lambda: block_case(32, 8, 128, BF16),
+    "block smollm2 K=7 fp8": lambda: block_case(9, 3, 64, FP8),
+    "latent 512+64, 16 heads, K=8": lambda: latent_case(16, 512, 64, BF16),
+    "latent 512+0, 64 heads, K=8, fp8": lambda: latent_case(64, 512, 0, FP8),
 }
 
 

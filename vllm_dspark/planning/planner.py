@@ -312,11 +312,10 @@ class Planner:
         reason: Reason,
         draft_next: bool,
     ) -> VerifyPlan:
-        nothing = np.zeros_like(batch.num_drafts)
-        kind = PlanKind.SKIP_DRAFT
-        return self._plan(
-            facts, batch, kind, reason, 0, nothing, draft_next, seen.skip, seen.native
-        )
+        nothing, kind, own = np.zeros_like(batch.num_drafts), PlanKind.SKIP_DRAFT, seen.skip
+        if own is not None and draft_next:
+            own = replace(own, ms=own.ms + self.cost.draft_ms(batch.owner.size))
+        return self._plan(facts, batch, kind, reason, 0, nothing, draft_next, own, seen.native)
 
     def _forced(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
         """Windows prescribed by a test; these reach the device too."""

@@ -10,7 +10,11 @@ shrunk towards zero:
     c_rk = p_qk + (S_r - E_r + L_r) / (kappa + N_r + M_r)
 
 with S_r its accepted drafts, E_r what the priors had expected of the same drafts and
-N_r their number, all with exponential forgetting. The newest usable confidence row
+N_r their number, all with exponential forgetting. How much to believe in a residual
+is learned too (empirical Bayes): kappa = v / sigma^2, v the Bernoulli variance of one
+draft and sigma^2 how much requests really differ, which is what the spread of their
+residuals exceeds sampling noise by. Where requests are alike, kappa grows and they
+are ranked alike instead of by luck. The newest usable confidence row
 counts as M_r = lambda K further trials with L_r = lambda sum_k (c_k - p_qk): a weak
 opinion about the text's current difficulty. Everything here is about drafts already
 verified, hence independent of the drafts the plan will admit, as long as redrafted
@@ -32,7 +36,12 @@ _ENOUGH_OBSERVED = 256  # drafts after which the shared priors speak for newcome
 _FORGET_SHARED = 1.0 / 4096.0  # per observed draft, shared priors
 _KEEP_REQUEST = 0.95  # forgetting per verified step, one request: ~20 steps
 _REFRESH = 4  # observed steps per update of the shared priors
-_SHRINKAGE = 6.0  # kappa: trials a request needs before its residual counts half
+# kappa: trials a request needs before its residual counts half. Learned (see
+# _learn_shrinkage) between these bounds, from this start.
+_SHRINKAGE = 8.0
+_LEAST_SHRINKAGE, _MOST_SHRINKAGE = 3.0, 200.0
+_SHRINKAGE_RATE = 0.02  # per refresh
+_SEASONED = 12.0  # trials from which on a request's residual says something about spread
 _ROW_WEIGHT = 0.15  # lambda: trials that one confidence is worth
 _LOWEST, _HIGHEST = np.float32(0.02), np.float32(0.995)
 
@@ -47,6 +56,8 @@ class AcceptancePosterior:
         self._new_trials = np.zeros((2, num_positions))
         self._new_accepted = np.zeros((2, num_positions))
         self._until_refresh = _REFRESH
+        self._shrinkage = _SHRINKAGE
+        self._between = self._within = 0.0  # running sigma^2 and v, kappa = v / sigma^2
         self._set_prior()
         self._cap = InfluenceCap()
         self._slots: FloatArray = np.zeros((2, num_slots), dtype=np.float32)  # S - E, N
@@ -83,7 +94,7 @@ class AcceptancePosterior:
         """Conditional acceptance per position and request, [K, n]."""
         base = self._class_prior(sampled)
         residual, trials = self._slots.take(slots, axis=1)
-        trials += np.float32(_SHRINKAGE)
+        trials += np.float32(self._shrinkage)
         if row is not None and row_usable is not None:
             opinion = np.add.reduce(row, axis=0) - np.add.reduce(base, axis=0)
             weight = row_usable * np.float32(_ROW_WEIGHT)
@@ -121,6 +132,31 @@ class AcceptancePosterior:
             self.num_observed += num_shared
             weight = self._cap.weights(tenant, shared > 0)
             self._teach_shared(weight, group, trials, accepted)
+            if self._until_refresh == _REFRESH:
+                self._learn_shrinkage(learned[0], learned[1], weight)
+
+    def _learn_shrinkage(
+        self, residual: FloatArray, trials: FloatArray, weight: FloatArray
+    ) -> None:
+        """Compare the spread of residuals with what luck alone would give.
+
+        With weights keep^age, N trials carry the noise of N (1 + keep) independent ones.
+        """
+        seasoned = (trials >= _SEASONED) * weight
+        total = float(np.add.reduce(seasoned))
+        if total < 2.0:
+            return
+        rate = self._prior.mean()
+        variance = float(rate * (1.0 - rate))
+        trials = np.maximum(trials, np.float32(1.0))  # the unseasoned weigh nothing
+        luck = variance / (trials * np.float32(1.0 + _KEEP_REQUEST))
+        squared = (residual / trials) ** 2 - luck
+        between = float(np.add.reduce(seasoned * squared)) / total
+        self._between += _SHRINKAGE_RATE * (between - self._between)
+        self._within += _SHRINKAGE_RATE * (variance - self._within)
+        floor = self._within / _MOST_SHRINKAGE
+        kappa = self._within / max(self._between, floor, 1e-9)
+        self._shrinkage = max(_LEAST_SHRINKAGE, kappa)
 
     def _teach_shared(
         self, weight: FloatArray, group: IntArray, trials: IntArray, accepted: IntArray

@@ -60,6 +60,14 @@ class RequestBatch:
         return int(self.acceptance.shape[0])
 
 
+@dataclass(frozen=True, slots=True)
+class RankingParameters:
+    """What ranking on a device needs besides rows; equal on all ranks if shipped with the plan."""
+
+    calibration: Calibration
+    prior: FloatArray  # [2, K] neutral acceptance of greedy and sampled requests
+
+
 class RequestTable:
     """Slots of all known requests. `rank_by_posterior` for host windows (posterior.py)."""
 
@@ -155,6 +163,11 @@ class RequestTable:
         """Owner ids, [n]."""
         owners: OwnerArray = self._state[_OWNER, slots]
         return owners
+
+    def ranking_parameters(self) -> RankingParameters:
+        """Current parameters for `survival.acceptance` on a device."""
+        prior = np.stack([self.posterior.prior(False), self.posterior.prior(True)])
+        return RankingParameters(self.online.calibration, prior)
 
     def record_rows(
         self,
