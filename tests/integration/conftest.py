@@ -17,15 +17,15 @@ PLUGIN_LOGGER = "vllm.vllm_dspark"
 
 
 @pytest.fixture
-def plugin_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Log records of the plugin (vLLM's loggers do not propagate to pytest's handler)."""
-    logger = logging.getLogger(PLUGIN_LOGGER)
-    level = logger.level
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-    logger.setLevel(level)
+def plugin_warnings(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Warnings and errors that the plugin has logged so far.
+
+    Taken at the logger itself: vLLM configures logging anew when a config is built, which drops
+    handlers.
+    """
+    records: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger(PLUGIN_LOGGER), "handle", records.append)
+    return lambda: [r.getMessage() for r in records if r.levelno >= logging.WARNING]
 
 
 @pytest.fixture

@@ -22,35 +22,35 @@ from vllm_dspark.integration.contract import wheel_source as read_wheel
 WHEEL_VARIABLE = "VLLM_DSPARK_WHEEL_033"
 
 CONTRACT_CHECKED_ON_033 = frozenset(
-    """
-    engine.arg_utils:EngineArgs
-    engine.arg_utils:EngineArgs.create_speculative_config
-    v1.core.sched.async_scheduler:AsyncScheduler
-    v1.core.sched.output:SchedulerOutput
-    v1.core.sched.scheduler:Scheduler
-    v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats
-    v1.core.sched.scheduler:Scheduler.schedule
-    v1.core.sched.scheduler:Scheduler.update_from_output
-    v1.outputs:ModelRunnerOutput
-    v1.request:Request
-    v1.worker.gpu.model_runner:GPUModelRunner
-    v1.worker.gpu.model_runner:GPUModelRunner.__init__
-    v1.worker.gpu.model_runner:GPUModelRunner.execute_model
-    v1.worker.gpu.model_runner:GPUModelRunner.finish_requests
-    v1.worker.gpu.model_runner:GPUModelRunner.initialize_kv_cache
-    v1.worker.gpu.model_runner:GPUModelRunner.load_model
-    v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens
-    v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator
-    v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose
-    v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator
-    v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator._sample_sequential
-    v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator.load_draft_model
-    v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler
-    v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler._verify
-    v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator
-    v1.worker.gpu_worker:Worker._make_model_runner
-    v1.worker.gpu_worker:Worker.load_model
-    """.split()
+    {
+        "engine.arg_utils:EngineArgs",
+        "engine.arg_utils:EngineArgs.create_speculative_config",
+        "v1.core.sched.async_scheduler:AsyncScheduler",
+        "v1.core.sched.output:SchedulerOutput",
+        "v1.core.sched.scheduler:Scheduler",
+        "v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats",
+        "v1.core.sched.scheduler:Scheduler.schedule",
+        "v1.core.sched.scheduler:Scheduler.update_from_output",
+        "v1.outputs:ModelRunnerOutput",
+        "v1.request:Request",
+        "v1.worker.gpu.model_runner:GPUModelRunner",
+        "v1.worker.gpu.model_runner:GPUModelRunner.__init__",
+        "v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
+        "v1.worker.gpu.model_runner:GPUModelRunner.finish_requests",
+        "v1.worker.gpu.model_runner:GPUModelRunner.initialize_kv_cache",
+        "v1.worker.gpu.model_runner:GPUModelRunner.load_model",
+        "v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+        "v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator",
+        "v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose",
+        "v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator",
+        "v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator._sample_sequential",
+        "v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator.load_draft_model",
+        "v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler",
+        "v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler._verify",
+        "v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator",
+        "v1.worker.gpu_worker:Worker._make_model_runner",
+        "v1.worker.gpu_worker:Worker.load_model",
+    }
 )
 
 
@@ -168,7 +168,7 @@ def test_missing_file_is_named() -> None:
 
 @pytest.mark.usefixtures("runner_choice")
 def test_broken_contract_leaves_stock_classes(
-    pair: object, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
+    pair: object, monkeypatch: pytest.MonkeyPatch, plugin_warnings: Callable
 ) -> None:
     """Catches half a plugin on a vLLM that it does not know, and silence about it."""
     broken = "v1.request:Request: attributes missing: ['spec_token_ids']"
@@ -177,7 +177,7 @@ def test_broken_contract_leaves_stock_classes(
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert config.scheduler_config.scheduler_cls is None
     assert not config.additional_config
-    (line,) = [r.getMessage() for r in plugin_log.records]
+    (line,) = plugin_warnings()
     assert broken in line
     assert "stands aside" in line
 

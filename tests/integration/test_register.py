@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_register_twice_wraps_once() -> None:
 
 @pytest.mark.parametrize("kind", [RuntimeError, ImportError, AttributeError])
 def test_register_never_raises(
-    monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture, kind: type[Exception]
+    monkeypatch: pytest.MonkeyPatch, plugin_warnings: Callable, kind: type[Exception]
 ) -> None:
     """Catches an exception that would end every vLLM start on the machine."""
 
@@ -127,7 +128,8 @@ def test_register_never_raises(
 
     monkeypatch.setattr(register_module, "_install", broken)
     register()
-    assert "stands aside" in plugin_log.text
+    (line,) = plugin_warnings()
+    assert "stands aside" in line
 
 
 def test_broken_vllm_does_not_break_its_own_import() -> None:
@@ -170,3 +172,18 @@ def test_late_hook_leaves_the_loader_as_it_was() -> None:
 def test_logger_name_is_below_vllm() -> None:
     """Catches log lines lost: only children of "vllm" get vLLM's level and format."""
     assert register_module.logger is logging.getLogger("vllm.vllm_dspark")
+
+
+def test_kernels_register_after_numba_was_imported() -> None:
+    """Catches vLLM's registration tripping over numba (llvmlite's library handle)."""
+    found = _run(
+        """
+        import json
+        import numba
+        from vllm_dspark.integration.cpu_kernels import register_native_kernels
+        register_native_kernels()
+        from vllm.v1.worker.gpu.input_batch import _post_update_kernel
+        print(json.dumps({"native": type(_post_update_kernel).__name__}))
+        """
+    )
+    assert found == {"native": "KernelOverride"}

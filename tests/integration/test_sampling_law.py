@@ -62,7 +62,9 @@ VARIANTS = {
     "probabilistic-random": Variant(
         {"test_windows": "random", "test_windows_seed": 22}, samplings=tuple(SAMPLINGS)
     ),
-    "probabilistic-planned": Variant({}, samplings=("plain", "seeded-cool-top-k")),
+    "probabilistic-planned": Variant(
+        {"scheduling": True}, samplings=("plain", "seeded-cool-top-k")
+    ),
 }
 NUM_CHECKS = 5 * sum(len(v.samplings) for v in VARIANTS.values())
 ALPHA = 1e-6 / NUM_CHECKS

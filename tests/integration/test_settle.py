@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ def _classes(config: Any) -> tuple[str, Any]:
 
 def test_stock_config_works_with_defaults(pair: Any) -> None:
     """Catches options that a plain `{"method": "dspark", "model": ...}` would have to name."""
-    args = engine_args(pair.target, {"method": "dspark", "model": str(pair.drafter)})
-    config = args.create_engine_config()
+    speculative = {"method": "dspark", "model": str(pair.drafter)}
+    config = engine_args(pair.target, speculative).create_engine_config()
     assert _classes(config) == OURS
     assert options_of(config) == DSparkConfig()
     assert config.speculative_config.num_speculative_tokens == pair.spec.block_size
@@ -34,7 +35,7 @@ def test_stock_config_works_with_defaults(pair: Any) -> None:
 
 def test_options_arrive(pair: Any) -> None:
     """Catches options lost between the speculative config and the workers."""
-    given = {"windows": "host", "request_floor": 2, "test_windows": [1, 8]}
+    given = {"windows": "host", "request_floor": 2, "test_windows": [1, 8], "scheduling": "auto"}
     config = make_config(pair, given)
     assert options_of(config) == DSparkConfig.from_mapping(given)
 
@@ -115,14 +116,14 @@ def test_plain_start_stays_as_it_was(pair: Any) -> None:
     assert not config.use_v2_model_runner
 
 
-def test_users_classes_are_kept(pair: Any, plugin_log: pytest.LogCaptureFixture) -> None:
+def test_users_classes_are_kept(pair: Any, plugin_warnings: Callable) -> None:
     """Catches a user's worker or scheduler replaced, or kept without saying what is off."""
     worker = "tests.integration.test_settle.SomeWorker"
     scheduler = "vllm.v1.core.sched.scheduler.Scheduler"
     config = make_config(pair, worker_cls=worker, scheduler_cls=scheduler)
     assert _classes(config) == (worker, scheduler)
-    kept = [r.getMessage() for r in plugin_log.records if "is kept" in r.getMessage()]
-    assert len(kept) == 2, plugin_log.text
+    kept = plugin_warnings()
+    assert len(kept) == 2, kept
     assert any(f"worker_cls={worker}" in line and "are off" in line for line in kept)
     assert any(f"scheduler_cls={scheduler}" in line and "are off" in line for line in kept)
 
@@ -151,6 +152,14 @@ def test_options_survive_pickling(pair: Any) -> None:
     for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
         assert options_of(copied) == options_of(config)
         assert options_of(copied).request_floor == 3
+
+
+def test_method_may_be_left_out(pair: Any) -> None:
+    """Catches a drafter that vLLM recognises but the plugin does not: V1 pinned, no engine."""
+    speculative = {"model": str(pair.drafter), "num_speculative_tokens": 7}
+    config = engine_args(pair.target, speculative).create_engine_config()
+    assert config.speculative_config.method == "dspark"
+    assert _classes(config) == OURS
 
 
 def test_flags_instead_of_json(pair: Any) -> None:
