@@ -16,7 +16,9 @@ know, keeps its interpreted form, with one warning.
 
 import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_dspark.cpu.build import is_cpu_build
@@ -48,7 +50,8 @@ def register_native_kernels(only: frozenset[str] | None = None) -> None:
         except (ImportError, AttributeError, TypeError) as reason:
             logger.warning("No native CPU kernel for %s: %s", name, reason)
     if overrides:
-        register_kernels(overrides)
+        with _scannable_modules():
+            register_kernels(overrides)
 
 
 def hook_cpu_platform() -> bool:
@@ -84,9 +87,25 @@ def _register_stock_overrides(stock: Callable[[], None]) -> None:
     has_triton = triton_utils.HAS_TRITON
     triton_utils.HAS_TRITON = False
     try:
-        stock()
+        with _scannable_modules():
+            stock()
     finally:
         triton_utils.HAS_TRITON = has_triton
+
+
+@contextmanager
+def _scannable_modules() -> Iterator[None]:
+    """Hide a module whose contents vLLM's registration cannot look at (0.32.0, 0.33.0).
+
+    `register_kernels` takes `vars()` of every attribute of every module for a dict; llvmlite's
+    library handle, there once numba is imported, answers with a C function instead.
+    """
+    hidden = sys.modules.pop("llvmlite.binding.ffi", None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            sys.modules["llvmlite.binding.ffi"] = hidden
 
 
 def _kernel(name: str) -> Any:
