@@ -101,6 +101,8 @@ class EngineMetrics:
     def close(self) -> None:
         """Write what is left of the log and take the files away."""
         if self.log is not None:
+            self._next_slow = -np.inf
+            self.publish()
             self.log.flush(self._values)
             self.log = None
         while self.sinks:
