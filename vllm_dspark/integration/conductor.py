@@ -111,7 +111,6 @@ class Conductor:
             kv_tokens=outlook.kv_tokens,
             num_waiting=outlook.num_waiting,
             num_arrived=arrived,
-            max_tokens=self._max_tokens,
         )
 
     # ---- after vLLM scheduled
