@@ -234,6 +234,12 @@ class DSparkConfig(BaseModel):
             )
 
 
+def prometheus_multiproc_folder() -> Path | None:
+    """Folder that several API servers share their metrics in (prometheus_client's variable)."""
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    return Path(folder) if folder else None
+
+
 @dataclass(frozen=True)
 class OptionDoc:
     """One row of the generated option reference."""

@@ -147,7 +147,7 @@ class TestSlots:
 
 
 class TestPairing:
-    def run(self, row_first, steps=1200, stamp_shift=0):
+    def run(self, row_first, steps=2400, stamp_shift=0):
         one, rng = table(), np.random.default_rng(0)
         ids = [f"r{i}" for i in range(16)]
         for i, request in enumerate(ids):

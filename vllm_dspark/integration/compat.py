@@ -52,7 +52,7 @@ def _create(
     if _names_dspark(args):
         from vllm_dspark.integration import preflight
 
-        preflight.check_request(args.speculative_config, args.spec_model, target_model)
+        preflight.check_request(args, target_model)
     speculative = stock(args, target_model, target_parallel)
     if speculative is None or not speculative.use_dspark():
         if options is not None:

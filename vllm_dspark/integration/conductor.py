@@ -5,7 +5,7 @@ tested with plain stand-ins. One conductor per engine, called by the scheduler a
 `schedule` and `update_from_output`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy.typing as npt
 from vllm_dspark.artifacts.freshness import Resolution, planner_options
 from vllm_dspark.artifacts.schema import CostTableRecord
 from vllm_dspark.config import DSparkConfig
-from vllm_dspark.integration.outcomes import RequestOutcome
+from vllm_dspark.integration.metrics_totals import RowTotals, StepTimes
+from vllm_dspark.integration.outcomes import StepOutcomes
 from vllm_dspark.integration.report import StepOrder, StepReport
 from vllm_dspark.planning.cost import CostTable, StepMode
 from vllm_dspark.planning.facts import StepFacts
@@ -50,25 +51,30 @@ class Conductor:
         options: DSparkConfig,
         mode: StepMode,
         *,
-        max_tokens: int,
         device_windows: bool,
     ) -> None:
         self.table = table
         self.planner: Planner | None = None  # made when a cost table is there
+        self.rows = RowTotals()
+        self.times = StepTimes()
         self.step_id = 0
         self._resolution = resolution
         self._options = options
-        self._device_windows = device_windows
+        self.device_windows = device_windows
         self._mode = mode
-        self._max_tokens = max_tokens
         self._draft_stamp = np.zeros(0, dtype=np.int32)  # by slot: pass that made its drafts
         self._generation: dict[str, int] = {}
         self._num_arrived = 0
         if resolution.scheduling and resolution.cost_table is not None:
             self._start_planning(resolution.cost_table)
 
+    @property
+    def off_reason(self) -> str:
+        """Why nothing is scheduled in this engine; empty if scheduling is on."""
+        return self._resolution.off_reason
+
     def _start_planning(self, table: CostTable) -> None:
-        options = planner_options(self._options, self._resolution, self._device_windows)
+        options = planner_options(self._options, self._resolution, self.device_windows)
         self.planner = Planner(CostModel(table, online=self._options.online_cost), options)
 
     # ---- before vLLM schedules
@@ -88,8 +94,9 @@ class Conductor:
         if self.planner is None or not ids:
             return StepOrder(self.step_id, None, drafted, stamps)
         batch = self.table.batch(slots, np.array(counts, dtype=np.int32), draft_stamps)
+        self.rows.add(batch)
         plan = self.planner.plan(self._facts(outlook), batch)
-        if plan.kind is not PlanKind.TRIM or not self._device_windows:
+        if plan.kind is not PlanKind.TRIM or not self.device_windows:
             return StepOrder(self.step_id, plan, drafted, stamps)
         width = batch.num_positions
         short = {
@@ -165,24 +172,12 @@ class Conductor:
 
     # ---- when a step's output has come back
 
-    def learn(
-        self,
-        report: StepReport | None,
-        outcomes: Sequence[RequestOutcome],
-        stamps: Mapping[str, int],
-    ) -> None:
-        """Take in rows, times and outcomes; stamps: draft pass judged, by request id."""
+    def learn(self, report: StepReport | None, outcomes: StepOutcomes | None) -> None:
+        """Take in outcomes, rows and times of a step that has come back."""
         # Outcomes before rows: on a CPU a report brings the rows of the pass after the judged one,
         # which would overwrite the rows that these outcomes are about.
-        judged = [o for o in outcomes if o.verified > 0 and o.request_id in self.table]
-        by_stamp: dict[int, list[RequestOutcome]] = {}
-        for outcome in judged:
-            by_stamp.setdefault(stamps.get(outcome.request_id, 0), []).append(outcome)
-        for stamp, group in by_stamp.items():
-            slots = self.table.slots([o.request_id for o in group])
-            verified = np.array([o.verified for o in group], dtype=np.int32)
-            accepted = np.array([o.accepted for o in group], dtype=np.int32)
-            self.table.record_outcomes(slots, stamp, verified, accepted)
+        if outcomes is not None:
+            self._take_outcomes(outcomes)
         if report is not None:
             self._take_rows(report)
             if report.cost_table is not None and self.planner is None:
@@ -190,7 +185,25 @@ class Conductor:
                 self._start_planning(record.to_table())
             if self.planner is not None:
                 for timing in report.timings:
+                    self.times.add(timing, self.planner.cost)
                     self.planner.cost.observe(timing)
+
+    def _take_outcomes(self, outcomes: StepOutcomes) -> None:
+        # Nothing is known of drafts behind a stop: to the learner they were never verified.
+        verified, accepted, stamps = outcomes.before_stop, outcomes.accepted, outcomes.stamps
+        keep = (verified > 0).nonzero()[0].tolist()
+        keep = [i for i in keep if outcomes.request_ids[i] in self.table]
+        if not keep:
+            return
+        slots = self.table.slots(outcomes.request_ids[i] for i in keep)
+        verified, accepted, stamps = verified[keep], accepted[keep], stamps[keep]
+        first = int(stamps[0])
+        if (stamps == first).all():
+            self.table.record_outcomes(slots, first, verified, accepted)
+            return
+        for stamp in np.unique(stamps).tolist():
+            of = stamps == stamp
+            self.table.record_outcomes(slots[of], stamp, verified[of], accepted[of])
 
     def _take_rows(self, report: StepReport) -> None:
         if report.stamp == 0:

@@ -53,8 +53,8 @@ class AcceptancePosterior:
         self._positions = np.arange(num_positions, dtype=np.int32)[:, None]
         self._trials = np.full((2, num_positions), _START_TRIALS)
         self._accepted = self._trials * _START_RATE
-        self._new_trials = np.zeros((2, num_positions))
-        self._new_accepted = np.zeros((2, num_positions))
+        self._seen = np.zeros(2 * (num_positions + 1))
+        self._hits = np.zeros(2 * (num_positions + 1))
         self._until_refresh = _REFRESH
         self._shrinkage = _SHRINKAGE
         self._between = self._within = 0.0  # running sigma^2 and v, kappa = v / sigma^2
@@ -161,26 +161,25 @@ class AcceptancePosterior:
     def _teach_shared(
         self, weight: FloatArray, group: IntArray, trials: IntArray, accepted: IntArray
     ) -> None:
-        """Add weighted outcomes to the shared counts.
-
-        A histogram over (class, drafts observed), summed from the far end, gives the
-        trials of each position; one over (class, accepted) the successes.
-        """
-        bins = len(self._positions) + 1
-        for sums, lengths in ((self._new_trials, trials), (self._new_accepted, accepted)):
-            mass = np.bincount(group + lengths, weight, 2 * bins).reshape(2, bins)
-            sums += np.cumsum(mass[:, :0:-1], axis=1)[:, ::-1]
+        """Add weighted outcomes to the histograms over (class, drafts observed or accepted)."""
+        size = self._seen.size
+        self._seen += np.bincount(group + trials, weight, size)
+        self._hits += np.bincount(group + accepted, weight, size)
         self._until_refresh -= 1
         if self._until_refresh <= 0:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Fold the new sums into the priors."""
+        """Fold the histograms into the priors: summed from the far end, they count positions."""
         self._until_refresh = _REFRESH
-        keep = np.exp(-_FORGET_SHARED * self._new_trials)
-        self._trials = keep * self._trials + self._new_trials
-        self._accepted = keep * self._accepted + self._new_accepted
-        self._new_trials[:] = self._new_accepted[:] = 0.0
+        trials, accepted = (
+            np.cumsum(histogram.reshape(2, -1)[:, :0:-1], axis=1)[:, ::-1]
+            for histogram in (self._seen, self._hits)
+        )
+        keep = np.exp(-_FORGET_SHARED * trials)
+        self._trials = keep * self._trials + trials
+        self._accepted = keep * self._accepted + accepted
+        self._seen[:] = self._hits[:] = 0.0
         self._set_prior()
 
     def _class_prior(self, sampled: BoolArray) -> FloatArray:

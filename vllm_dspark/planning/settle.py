@@ -26,7 +26,7 @@ _SHAPES = {
 
 def settle(
     plan: VerifyPlan,
-    cost: CostModel,
+    cost: CostModel | None,
     facts: StepFacts,
     owner: npt.NDArray[np.int64],  # [n] of the scheduled decode requests
     num_drafts: npt.NDArray[np.integer],  # [n] drafts scheduled for them
@@ -41,9 +41,10 @@ def settle(
     native = kind in (PlanKind.NATIVE, PlanKind.OFF)
     mode = facts.native_mode if native else facts.mode
     rows = facts.reserved_rows + num_requests + budget
-    priced = cost.step_ms(mode, _SHAPES[kind], facts.kv_tokens, rows)
-    ms = 0.0
-    if priced is not None:
+    priced, ms = None, 0.0
+    if cost is not None:
+        priced = cost.step_ms(mode, _SHAPES[kind], facts.kv_tokens, rows)
+    if cost is not None and priced is not None:
         ms = priced[1] + cost.table.overhead_ms
         if plan.draft_next:
             ms += cost.draft_ms(num_requests)

@@ -29,9 +29,9 @@ SlotArray = npt.NDArray[np.int64]
 
 NO_LIMIT = 2**31 - 1
 
-# Learning is statistics: one step in four, and some of its rows, teach as well as all
+# Learning is statistics: one step in eight, and some of its rows, teach as well as all
 # of them and keep the engine core's time per step flat.
-_LEARN_PERIOD = 4
+_LEARN_PERIOD = 8
 _LEARN_ROWS = 64
 
 # What is remembered per slot: rows of one int64 array [fields, slots] and of one bool
