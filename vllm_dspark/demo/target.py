@@ -237,8 +237,11 @@ def _write_manifest(folder: Path, dtype: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: make the target if needed and print its folder."""
-    parser = argparse.ArgumentParser(prog="python -m vllm_dspark.demo.target", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_dspark.demo.target",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--cache-dir", type=Path, help=f"default: ${CACHE_ENV} or ~/.cache/...")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--source", type=Path, help="a wheel or GGUF that is already here")
