@@ -26,7 +26,9 @@ def make_head(vocab: int, rank: int, kind: str = "vanilla", hidden: int = HIDDEN
     def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*size, device="cuda") * scale).bfloat16()
 
-    size = {"vanilla": None, "gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}[kind]
+    size = {"vanilla": None, "gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}[
+        kind
+    ]
     markov = MarkovHead(
         kind,  # type: ignore[arg-type]
         normal(vocab, rank),
@@ -67,8 +69,10 @@ def make_state() -> SamplingState:
     return SamplingState(temperature, torch.randint(-(2**62), 2**62, (SLOTS,), device="cuda"))
 
 
-def verify_block(head: DraftHead, batch: DraftBatch, state: SamplingState, out: DraftOutput) -> None:
-    """Replays the definition column by column from the tokens drawn (a near tie must not cascade)."""
+def verify_block(
+    head: DraftHead, batch: DraftBatch, state: SamplingState, out: DraftOutput
+) -> None:
+    """Redoes each column from the tokens drawn before it (a near tie must not cascade)."""
     assert head.markov is not None and out.logits_cache is not None, "a cached vanilla head"
     ids = torch.arange(batch.base_logits.shape[2], device="cuda")
     previous = batch.anchor
@@ -168,7 +172,10 @@ def measure(recorder: Recorder) -> None:
                 stock = None
                 if gumbel_sample is not None or not cached:
                     stock = time_graph(
-                        [lambda b=b, o=o: stock_block(head, b, state, o, gumbel_sample) for b, o in pairs]
+                        [
+                            lambda b=b, o=o: stock_block(head, b, state, o, gumbel_sample)
+                            for b, o in pairs
+                        ]
                     )[0]
                 floor = recorder.floor_us(moved)
                 recorder.add(Row("markov", label, ours[0], stock, floor, True, *ours[1:], moved))

@@ -1,9 +1,9 @@
 """The drafter's sequential head, fused: one pass over W2 and the base logits per drafted column.
 
-For column k (notation of ``reference.py``): every program owns a slice of the draft vocabulary and a
-block of requests, forms scale * (softcap(base_k) + W2 y_k) tile by tile, stores the row the rejection
-test will divide by, adds Gumbel noise and keeps a running (maximum, lowest id). Partial maxima
-[2, R, parts] are reduced by whoever needs the token next:
+For column k (notation of ``reference.py``): every program owns a slice of the draft vocabulary and
+a block of requests, forms scale * (softcap(base_k) + W2 y_k) tile by tile, stores the row the
+rejection test will divide by, adds Gumbel noise and keeps a running (maximum, lowest id). Partial
+maxima [2, R, parts] are reduced by whoever needs the token next:
     vanilla head, few rows   the next column's programs themselves (K + 1 launches in all)
     otherwise                a small kernel that also evaluates the gated or rnn latent y_k (2K + 1)
 The last launch writes the last token and the confidences of all columns.
