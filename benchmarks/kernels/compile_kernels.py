@@ -241,8 +241,7 @@ def reject_case(num_reqs: int, vocab: int, method: str, cache: torch.dtype | Non
     ints = torch.zeros(num_reqs + 1, dtype=torch.int64)
     draft = None if cache is None else torch.empty(1, 7, vocab, dtype=cache)
     batch = RejectBatch(torch.empty(2, vocab), draft, ints, ints.int(), ints, ints[:num_reqs])
-    ops.reject(batch, SamplingState(torch.ones(1), ints), RejectRule(7, method))  # type:
-    ignore[arg - type]
+    ops.reject(batch, SamplingState(torch.ones(1), ints), RejectRule(7, method))  # type: ignore
 
 
 def block_case(heads: int, kv_heads: int, head_dim: int, cache: torch.dtype) -> None:
