@@ -32,7 +32,7 @@ class RotaryEmbedding:
 
     @property
     def dim(self) -> int:
-        return self.cos_sin.shape[1]
+        return int(self.cos_sin.shape[1])
 
 
 @triton.jit
@@ -351,4 +351,4 @@ def _quantized_limit(
         raise ValueError(f"8-bit KV cache of dtype {cache.dtype}: view it as a float8 dtype")
     if k_scale is None or v_scale is None:
         raise ValueError("an fp8 KV cache needs K and V scales")
-    return torch.finfo(cache.dtype).max
+    return float(torch.finfo(cache.dtype).max)

@@ -48,8 +48,8 @@ class WindowBuffers:
         num_reqs: int, max_rows: int, max_logits: int, device: torch.device
     ) -> "WindowBuffers":
         """Buffers for up to `num_reqs` requests."""
-        sizes = (num_reqs, num_reqs, num_reqs + 1, num_reqs + 1)
-        sizes += (max_rows, max_logits, 2, num_reqs + 1)
+        offsets = num_reqs + 1
+        sizes = [num_reqs, num_reqs, offsets, offsets, max_rows, max_logits, 2, offsets]
         return WindowBuffers(
             *(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
         )
