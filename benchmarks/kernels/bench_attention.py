@@ -192,7 +192,7 @@ def _measure_case(
 def sweep(recorder: Recorder) -> None:
     """Other launches of the decode tile, for the next edition of the table in launch.py."""
     for name in ("qwen3-8b", "qwen3-32b", "smollm2-135m"):
-        for num_reqs, context in ((32, 4096), (4, 8192)):
+        for num_reqs, context in ((32, 4096), (1, 2048), (4, 8192)):
             shape = MODELS[name]
             sets = [Inputs(shape, num_reqs, context, seed) for seed in range(4)]
             starts, lens = lengths(num_reqs, context, "ragged", 5)
@@ -200,13 +200,13 @@ def sweep(recorder: Recorder) -> None:
                 (32, 4, 5, 3), (64, 4, 3, 3), (64, 4, 4, 2), (64, 4, 5, 2), (64, 4, 6, 1),
                 (128, 4, 3, 2), (128, 4, 5, 1), (64, 8, 5, 2), (128, 8, 3, 1), (128, 8, 5, 1),
             ):  # fmt: skip
-                for waves in (1, 2, 4):
+                for waves, min_chunk in ((1, 256), (2, 256), (2, 128), (4, 128)):
                     if recorder.out_of_time():
                         return
                     label = f"{name} R={num_reqs} ctx={context} n{block_n} w{warps} s{stages}"
-                    label += f" b{resident} waves{waves}"
+                    label += f" b{resident} waves{waves} chunk{min_chunk}"
                     try:
-                        launch = AttentionLaunch(block_n, warps, stages, resident, waves)
+                        launch = AttentionLaunch(block_n, warps, stages, resident, waves, min_chunk)
                         layer = RaggedAttention(
                             shape, num_reqs, num_reqs * 8, 8, torch.device("cuda"), launch=launch
                         )
