@@ -23,8 +23,8 @@ from vllm_dspark.kernels.block_prepare import (
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5, 6, 7, 8, 16])
 def test_every_block_size(block_size, device):
     """Scratch rows of length 0, page poison and shared scratch: nothing leaks between K's."""
-    shape = AttentionShape(6, 2, 64, causal=False)
-    lens = [90 + block_size, block_size, 0, 300, 0]
+    shape = AttentionShape(4, 1, 32, causal=False)
+    lens = [90 + block_size, block_size, 0, 520, 0]
     case = paged_case([block_size] * 5, lens, shape, device=device)
     layer = BlockAttention(shape, 8, block_size, device)
     layer.workspace.partial.fill_(POISON)

@@ -119,12 +119,12 @@ def compare(actual, expected, *, tolerance=1e-4):
 
 
 @pytest.mark.parametrize("kind", [None, "vanilla", "gated", "rnn"])
-@pytest.mark.parametrize("num_reqs", [1, 5, 19])
+@pytest.mark.parametrize("num_reqs", [3, 19])
 @pytest.mark.parametrize("cached", [False, True])
 def test_heads(kind, num_reqs, cached, device):
     """Fused reduction (few rows) and the separate one (19 rows); odd vocab, odd rank."""
     head = make_head(kind, 701, 24, 40)
-    batch, state = make_step(num_reqs, 4, 701, 40)
+    batch, state = make_step(num_reqs, 3, 701, 40)
     cache_dtype = torch.float32 if cached else None
     compare(*run_both(head, batch, state, device, cache_dtype=cache_dtype, width=701))
 

@@ -30,7 +30,7 @@ class Device:
 def describe_device(device: torch.device) -> Device:
     """The device's table key; a CPU (Triton's interpreter) is treated as a small sm_90."""
     if device.type != "cuda":
-        return Device(arch=90, num_sms=4)
+        return Device(arch=90, num_sms=2)
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major * 10 + properties.minor
     # An unlisted part uses the newest listed one that is not newer than itself.
