@@ -4,7 +4,7 @@
     python benchmarks/kernels/run_gpu.py --stages sweep --out $OUT/sweep.json --budget-s 300
 
 Stages, in order: tests (pytest on the device), checks (graph replays with changed inputs), draft,
-windows, attention, rejection, block; `sweep` only when named. With vLLM importable (PYTHONPATH to
+windows, attention, rejection, block; `sweep` and `sweep-draft` only when named. With vLLM importable (PYTHONPATH to
 its tree) stock is timed beside ours; without it `stock_us` is null and the reason is under
 `problems`.
 """
@@ -37,6 +37,7 @@ _STAGES = {
     "rejection": bench_step.measure_rejection,
     "block": bench_step.measure_block,
     "sweep": bench_attention.sweep,
+    "sweep-draft": bench_draft.sweep,
 }
 _DEFAULT = "tests,checks,draft,windows,attention,rejection,block"
 

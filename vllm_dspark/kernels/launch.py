@@ -174,7 +174,10 @@ def draft_launch(arch: int, num_reqs: int, rank: int, element_size: int) -> Draf
     """
     rows = 16 if num_reqs <= 16 else 32 if num_reqs <= 32 else 64
     width = 1 << (max(rank, 16) - 1).bit_length()
-    block_v = min(max(_W2_STAGE_BYTES[arch] // (width * element_size), 32), 128)
+    # 64 rows keep 32 KB of latents too: half the stage leaves room for a second block, whose warps
+    # draw noise while the first one's wait for memory.
+    stage_bytes = _W2_STAGE_BYTES[arch] // (2 if rows == 64 else 1)
+    block_v = min(max(stage_bytes // (width * element_size), 32), 128)
     # 16 noisy scores per thread of 4 warps; 32 need over 240 registers unless wgmma holds the sums.
     block_v = min(block_v, 64 if rows > 16 else 128)
     stages = 3 if block_v * width * element_size > 8192 else 4

@@ -36,9 +36,16 @@ class TritonDraftOps:
     """`DraftOps` for one loaded head; buffers are made once, for up to `max_reqs` requests."""
 
     def __init__(
-        self, head: DraftHead, max_reqs: int, num_columns: int, vocab: int, device: torch.device
+        self,
+        head: DraftHead,
+        max_reqs: int,
+        num_columns: int,
+        vocab: int,
+        device: torch.device,
+        launch: DraftLaunch | None = None,  # overrides the table (benchmark sweeps)
     ) -> None:
         self.head = head
+        self._override = launch
         self.device = describe_device(device)
         self.max_reqs, self.num_columns, self.vocab = max_reqs, num_columns, vocab
         parts = max(
@@ -68,6 +75,8 @@ class TritonDraftOps:
             self._state = torch.empty(2 * max_reqs * rank, dtype=torch.float32, device=device)
 
     def _launch(self, num_reqs: int) -> DraftLaunch:
+        if self._override is not None:
+            return self._override
         markov = self.head.markov
         rank = 16 if markov is None else markov.rank
         size = 2 if markov is None else markov.w2.element_size()
@@ -85,6 +94,8 @@ class TritonDraftOps:
                 f"base_logits {tuple(batch.base_logits.shape)} does not fit buffers made for "
                 f"[{self.max_reqs}, {self.num_columns}, {self.vocab}]"
             )
+        if batch.base_logits.stride(2) != 1 or batch.hidden.stride(2) != 1:
+            raise ValueError("base_logits and hidden must have contiguous rows")
         launch = self._launch(num_reqs)
         num_parts = launch.num_parts(num_reqs, vocab, self.device)
         markov = head.markov
