@@ -4,9 +4,9 @@
     python benchmarks/kernels/run_gpu.py --stages sweep --out $OUT/sweep.json --budget-s 300
 
 Stages, in order: tests (pytest on the device), checks (graph replays with changed inputs), draft,
-windows, attention, rejection, block; `sweep` and `sweep-draft` only when named. With vLLM importable (PYTHONPATH to
-its tree) stock is timed beside ours; without it `stock_us` is null and the reason is under
-`problems`.
+windows, attention, rejection, block; `sweep` and `sweep-draft` only when named. With vLLM
+importable (PYTHONPATH to its tree) stock is timed beside ours; without it `stock_us` is null and
+the reason is under `problems`.
 """
 
 import argparse
