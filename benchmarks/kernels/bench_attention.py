@@ -4,7 +4,14 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.kernels.harness import Recorder, Row, capture, num_copies, relative_error, time_graph
+from benchmarks.kernels.harness import (
+    Recorder,
+    Row,
+    capture,
+    num_copies,
+    relative_error,
+    time_graph,
+)
 from vllm_dspark.kernels.attention_plan import AttentionShape
 from vllm_dspark.kernels.attention_reference import ragged_attention_reference
 from vllm_dspark.kernels.launch import AttentionLaunch
@@ -89,9 +96,13 @@ def check(recorder: Recorder) -> None:
 
 
 def stock_launches(
-    shape: AttentionShape, sets: list[Inputs], starts: torch.Tensor, lens: torch.Tensor, context: int
+    shape: AttentionShape,
+    sets: list[Inputs],
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    context: int,
 ) -> Iterator[list]:
-    """FA3 as vLLM calls it in a full graph (32 splits, schedule made ahead) and with its own choice."""
+    """FA3 as vLLM calls it in a full graph (32 splits, scheduled ahead), and unconstrained."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     for num_splits in (32, 0):
@@ -147,44 +158,41 @@ def measure(recorder: Recorder) -> None:
         copies = num_copies(kv_bytes)
         if kv_bytes * copies > _MAX_BYTES:
             continue
-        label = f"{name} R={num_reqs} ctx={context} {windows}"
         try:
-            sets = [Inputs(shape, num_reqs, context, seed) for seed in range(copies)]
-            starts, lens = lengths(num_reqs, context, windows, 5)
-            layer = RaggedAttention(
-                shape, num_reqs, num_reqs * (K + 1), K + 1, torch.device("cuda")
-            )
-            layer.plan(starts, lens)  # once per step; its own row below
-            ours = time_graph(
-                [
-                    lambda data=data: layer.forward(data.out, data.q, data.k, data.v, data.table)
-                    for data in sets
-                ]
-            )
-            stock = None
-            try:
-                attempts = stock_launches(shape, sets, starts, lens, context)
-                stock = min(time_graph(launches)[0] for launches in attempts)
-            except Exception as error:  # no FA3 here: the row still counts
-                recorder.problem(f"FA3 {label}", error)
-            rows = int(starts[-1])
-            keys = int(lens.sum())
-            moved = keys * shape.num_kv_heads * shape.head_dim * 4
-            moved += rows * shape.num_heads * shape.head_dim * 4
-            floor = recorder.floor_us(moved)
-            recorder.add(Row("ragged_attention", label, ours[0], stock, floor, True, *ours[1:], moved))
-            if name == "qwen3-8b" and context == 2048:
-                plan = time_graph([lambda: layer.plan(starts, lens)] * 8)
-                recorder.add(Row("attention_plan", label, plan[0], None, 0.0, False, *plan[1:]))
-            del sets, layer
+            _measure_case(recorder, name, context, num_reqs, windows, copies)
         except Exception as error:
-            recorder.problem(label, error)
+            recorder.problem(f"{name} R={num_reqs} ctx={context} {windows}", error)
+
+
+def _measure_case(
+    recorder: Recorder, name: str, context: int, num_reqs: int, windows: str, copies: int
+) -> None:
+    shape = MODELS[name]
+    label = f"{name} R={num_reqs} ctx={context} {windows}"
+    sets = [Inputs(shape, num_reqs, context, seed) for seed in range(copies)]
+    starts, lens = lengths(num_reqs, context, windows, 5)
+    layer = RaggedAttention(shape, num_reqs, num_reqs * (K + 1), K + 1, torch.device("cuda"))
+    layer.plan(starts, lens)  # once per step; its own row below
+    ours = time_graph([lambda d=d: layer.forward(d.out, d.q, d.k, d.v, d.table) for d in sets])
+    stock = None
+    try:
+        attempts = stock_launches(shape, sets, starts, lens, context)
+        stock = min(time_graph(launches)[0] for launches in attempts)
+    except Exception as error:  # no FA3 here: the row still counts
+        recorder.problem(f"FA3 {label}", error)
+    moved = int(lens.sum()) * shape.num_kv_heads * shape.head_dim * 4
+    moved += int(starts[-1]) * shape.num_heads * shape.head_dim * 4
+    floor = recorder.floor_us(moved)
+    recorder.add(Row("ragged_attention", label, ours[0], stock, floor, True, *ours[1:], moved))
+    if name == "qwen3-8b" and context == 2048:
+        plan = time_graph([lambda: layer.plan(starts, lens)] * 8)
+        recorder.add(Row("attention_plan", label, plan[0], None, 0.0, False, *plan[1:]))
 
 
 def sweep(recorder: Recorder) -> None:
     """Other launches of the decode tile, for the next edition of the table in launch.py."""
     for name in ("qwen3-8b", "qwen3-32b", "smollm2-135m"):
-        for num_reqs, context in ((32, 4096), (4, 8192)):
+        for num_reqs, context in ((32, 4096), (1, 2048), (4, 8192)):
             shape = MODELS[name]
             sets = [Inputs(shape, num_reqs, context, seed) for seed in range(4)]
             starts, lens = lengths(num_reqs, context, "ragged", 5)
@@ -192,13 +200,13 @@ def sweep(recorder: Recorder) -> None:
                 (32, 4, 5, 3), (64, 4, 3, 3), (64, 4, 4, 2), (64, 4, 5, 2), (64, 4, 6, 1),
                 (128, 4, 3, 2), (128, 4, 5, 1), (64, 8, 5, 2), (128, 8, 3, 1), (128, 8, 5, 1),
             ):  # fmt: skip
-                for waves in (1, 2, 4):
+                for waves, min_chunk in ((1, 256), (2, 256), (2, 128), (4, 128)):
                     if recorder.out_of_time():
                         return
                     label = f"{name} R={num_reqs} ctx={context} n{block_n} w{warps} s{stages}"
-                    label += f" b{resident} waves{waves}"
+                    label += f" b{resident} waves{waves} chunk{min_chunk}"
                     try:
-                        launch = AttentionLaunch(block_n, warps, stages, resident, waves)
+                        launch = AttentionLaunch(block_n, warps, stages, resident, waves, min_chunk)
                         layer = RaggedAttention(
                             shape, num_reqs, num_reqs * 8, 8, torch.device("cuda"), launch=launch
                         )

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.harness import Recorder, Row, capture, num_copies, time_graph
 from vllm_dspark.kernels import noise
+from vllm_dspark.kernels.launch import DraftLaunch
 from vllm_dspark.kernels.markov import TritonDraftOps
 from vllm_dspark.kernels.protocols import (
     ConfidenceHead,
@@ -26,7 +27,9 @@ def make_head(vocab: int, rank: int, kind: str = "vanilla", hidden: int = HIDDEN
     def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*size, device="cuda") * scale).bfloat16()
 
-    size = {"vanilla": None, "gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}[kind]
+    size = {"vanilla": None, "gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}[
+        kind
+    ]
     markov = MarkovHead(
         kind,  # type: ignore[arg-type]
         normal(vocab, rank),
@@ -67,8 +70,10 @@ def make_state() -> SamplingState:
     return SamplingState(temperature, torch.randint(-(2**62), 2**62, (SLOTS,), device="cuda"))
 
 
-def verify_block(head: DraftHead, batch: DraftBatch, state: SamplingState, out: DraftOutput) -> None:
-    """Replays the definition column by column from the tokens drawn (a near tie must not cascade)."""
+def verify_block(
+    head: DraftHead, batch: DraftBatch, state: SamplingState, out: DraftOutput
+) -> None:
+    """Redoes each column from the tokens drawn before it (a near tie must not cascade)."""
     assert head.markov is not None and out.logits_cache is not None, "a cached vanilla head"
     ids = torch.arange(batch.base_logits.shape[2], device="cuda")
     previous = batch.anchor
@@ -168,7 +173,10 @@ def measure(recorder: Recorder) -> None:
                 stock = None
                 if gumbel_sample is not None or not cached:
                     stock = time_graph(
-                        [lambda b=b, o=o: stock_block(head, b, state, o, gumbel_sample) for b, o in pairs]
+                        [
+                            lambda b=b, o=o: stock_block(head, b, state, o, gumbel_sample)
+                            for b, o in pairs
+                        ]
                     )[0]
                 floor = recorder.floor_us(moved)
                 recorder.add(Row("markov", label, ours[0], stock, floor, True, *ours[1:], moved))
@@ -188,3 +196,30 @@ def measure(recorder: Recorder) -> None:
             recorder.add(Row("markov", label, ours[0], None, floor, False, *ours[1:], moved))
         except Exception as error:
             recorder.problem(kind, error)
+
+
+def sweep(recorder: Recorder) -> None:
+    """Other launches of the drafting head, for the next edition of the table in launch.py."""
+    head, state = make_head(VOCAB, RANK), make_state()
+    for num_reqs, rows in ((64, 64), (1, 16), (64, 32), (16, 16)):
+        batches = [make_batch(num_reqs, VOCAB, HIDDEN, seed) for seed in range(2)]
+        outs = [make_output(num_reqs, VOCAB, True) for _ in range(2)]
+        pairs = list(zip(batches, outs, strict=True))
+        for block_v, warps, stages, resident in (
+            (32, 4, 3, 2), (32, 4, 4, 2), (32, 8, 4, 2), (64, 4, 3, 1), (64, 4, 3, 2),
+            (64, 8, 3, 1), (64, 8, 4, 1), (32, 4, 3, 3), (128, 8, 2, 1),
+        ):  # fmt: skip
+            if recorder.out_of_time():
+                return
+            label = f"R={num_reqs} rows{rows} v{block_v} w{warps} s{stages} b{resident}"
+            try:
+                launch = DraftLaunch(rows, block_v, warps, stages, resident)
+                ops = TritonDraftOps(head, num_reqs, K, VOCAB, torch.device("cuda"), launch)
+                ours = time_graph(
+                    [lambda b=b, o=o, at=ops: at.sample_block(head, b, state, o) for b, o in pairs],
+                    replays=9,
+                )
+                floor = recorder.floor_us(K * VOCAB * 2 * (RANK + 2 * num_reqs))
+                recorder.add(Row("sweep markov", label, ours[0], None, floor, False, *ours[1:]))
+            except Exception as error:
+                recorder.problem(label, error)

@@ -180,7 +180,9 @@ def measure_rejection(recorder: Recorder) -> None:
                 moved = rows * vocab * 4 + (rows - num_reqs) * vocab * 2 + num_reqs * vocab * 6
                 stock = _stock_rejection(recorder, batch, state, rule, rows)
                 floor = recorder.floor_us(moved)
-                recorder.add(Row("rejection", label, ours[0], stock, floor, False, *ours[1:], moved))
+                recorder.add(
+                    Row("rejection", label, ours[0], stock, floor, False, *ours[1:], moved)
+                )
             except Exception as error:
                 recorder.problem(label, error)
 
@@ -194,8 +196,12 @@ def _stock_rejection(recorder, batch, state, rule, rows) -> float | None:
         local = torch.arange(rows, device="cuda") - torch.repeat_interleave(
             batch.cu_num_logits[:-1].long(), lens
         )
-        target, tokens, pos = batch.target_logits[:rows], batch.draft_tokens[:rows], batch.pos[:rows]
-        launch = lambda: rejection_sample(  # noqa: E731
+        target, tokens, pos = (
+            batch.target_logits[:rows],
+            batch.draft_tokens[:rows],
+            batch.pos[:rows],
+        )
+        launch = lambda: rejection_sample(
             target,
             batch.draft_logits,
             tokens,
@@ -240,7 +246,9 @@ def measure_block(recorder: Recorder) -> None:
             ours = time_graph([lambda v=v: layer.forward(out, q, *v, table) for v in views])
             moved = int(lens.sum()) * kv_heads * dim * 4 + q.numel() * 4
             floor = recorder.floor_us(moved)
-            recorder.add(Row("block_attention", label, ours[0], None, floor, False, *ours[1:], moved))
+            recorder.add(
+                Row("block_attention", label, ours[0], None, floor, False, *ours[1:], moved)
+            )
 
             qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
             weight = torch.ones(layers, dim, device="cuda").bfloat16()
@@ -261,11 +269,17 @@ def measure_block(recorder: Recorder) -> None:
             states = torch.randn(tokens, layers, 2, kv_heads, dim, device="cuda").bfloat16()
             context_caches = ContextCaches([k for k, _ in views], [v for _, v in views])
             ours = time_graph(
-                [lambda: store_context_kv(context_caches, states, weight, rotary, positions, slots, 1e-6)]
+                [
+                    lambda: store_context_kv(
+                        context_caches, states, weight, rotary, positions, slots, 1e-6
+                    )
+                ]
             )
             moved = states.numel() * 4
             floor = recorder.floor_us(moved)
-            recorder.add(Row("store_context_kv", label, ours[0], None, floor, False, *ours[1:], moved))
+            recorder.add(
+                Row("store_context_kv", label, ours[0], None, floor, False, *ours[1:], moved)
+            )
             latent = torch.randn(pages, 64, 576, device="cuda").bfloat16()
             q = torch.randn(num_reqs * 8, 16, 576, device="cuda").bfloat16()
             out = torch.empty(num_reqs * 8, 16, 512, device="cuda").bfloat16()

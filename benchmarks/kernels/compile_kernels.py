@@ -3,8 +3,8 @@
     python benchmarks/kernels/compile_kernels.py --archs 90,100 --only ragged --json OUT
 
 Each case calls a public wrapper on small CPU tensors with `JITFunction.run` replaced by a recorder,
-so what is compiled is exactly what the wrapper would launch. Needs no GPU; must not be imported under
-TRITON_INTERPRET=1.
+so what is compiled is exactly what the wrapper would launch. Needs no GPU; must not be imported
+under TRITON_INTERPRET=1.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from vllm_dspark.kernels import launch  # noqa: E402
+from vllm_dspark.kernels import launch
 
 _TYPES = {
     torch.float32: "fp32",
@@ -101,7 +101,7 @@ def pretend_device(arch: int) -> Iterator[None]:
     ]
     originals = [module.describe_device for module in modules]
     for module in modules:
-        module.describe_device = lambda device: launch.typical_device(arch)  # type: ignore[attr-defined]
+        module.describe_device = lambda device: launch.typical_device(arch)  # type: ignore
     try:
         yield
     finally:
@@ -168,7 +168,7 @@ def attention_case(
     from vllm_dspark.kernels.attention_plan import AttentionShape
     from vllm_dspark.kernels.ragged_attention import RaggedAttention
 
-    shape = AttentionShape(heads, kv_heads, head_dim, **options)
+    shape = AttentionShape(heads, kv_heads, head_dim, cache_bytes=cache.itemsize, **options)
     layer = RaggedAttention(shape, 32, 32 * max_query, max_query, torch.device("cpu"))
     q = torch.empty(4, heads, head_dim, dtype=torch.bfloat16)
     kv = torch.empty(2, kv_heads, 16, 2 * head_dim, dtype=cache)
@@ -241,7 +241,7 @@ def reject_case(num_reqs: int, vocab: int, method: str, cache: torch.dtype | Non
     ints = torch.zeros(num_reqs + 1, dtype=torch.int64)
     draft = None if cache is None else torch.empty(1, 7, vocab, dtype=cache)
     batch = RejectBatch(torch.empty(2, vocab), draft, ints, ints.int(), ints, ints[:num_reqs])
-    ops.reject(batch, SamplingState(torch.ones(1), ints), RejectRule(7, method))  # type: ignore[arg-type]
+    ops.reject(batch, SamplingState(torch.ones(1), ints), RejectRule(7, method))  # type: ignore
 
 
 def block_case(heads: int, kv_heads: int, head_dim: int, cache: torch.dtype) -> None:
@@ -255,7 +255,7 @@ def block_case(heads: int, kv_heads: int, head_dim: int, cache: torch.dtype) -> 
         store_context_kv,
     )
 
-    shape = AttentionShape(heads, kv_heads, head_dim, causal=False)
+    shape = AttentionShape(heads, kv_heads, head_dim, causal=False, cache_bytes=cache.itemsize)
     layer = BlockAttention(shape, 32, 7, torch.device("cpu"))
     q = torch.empty(4, heads, head_dim, dtype=BF16)
     kv = torch.empty(2, kv_heads, 16, 2 * head_dim, dtype=cache)
@@ -265,7 +265,19 @@ def block_case(heads: int, kv_heads: int, head_dim: int, cache: torch.dtype) -> 
     weight, index = torch.empty(2, head_dim, dtype=BF16), torch.zeros(4, dtype=torch.int64)
     qkv = torch.empty(4, (heads + 2 * kv_heads) * head_dim, dtype=BF16)
     prepare_block(
-        q, k_cache, v_cache, qkv, weight[0], weight[1], rotary, index, index, 1e-6, 1.0, scale, scale
+        q,
+        k_cache,
+        v_cache,
+        qkv,
+        weight[0],
+        weight[1],
+        rotary,
+        index,
+        index,
+        1e-6,
+        1.0,
+        scale,
+        scale,
     )
     caches = ContextCaches([k_cache] * 2, [v_cache] * 2, scale, scale)
     states = torch.empty(4, 2, 2, kv_heads, head_dim, dtype=BF16)
@@ -317,13 +329,14 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def reports(archs: list[int], only: str) -> Iterator[Report]:
-    """Compiles every case whose name contains `only`, each distinct launch once."""
+def reports(archs: list[int], names: tuple[str, ...]) -> Iterator[Report]:
+    """Compiles the named cases, each distinct launch once per architecture."""
     for arch in archs:
         seen = set()
-        for name, case in CASES.items():
-            if only not in name or (arch < 89 and "fp8" in name):
+        for name in names:
+            if arch < 89 and "fp8" in name:
                 continue  # Triton has no fp8e4nv before sm_89
+            case = CASES[name]
             launches: list[Launch] = []
             with pretend_device(arch), recording(name, launches):
                 case()
@@ -335,15 +348,62 @@ def reports(archs: list[int], only: str) -> Iterator[Report]:
                     yield compile_launch(entry, arch)
 
 
+# What the test-suite compiles: every kernel, and every kind of dot.
+REPRESENTATIVE = (
+    "ragged qwen3-8b K=7 (32 rows, d128)",
+    "ragged qwen3-32b K=7 (64 rows, d128)",
+    "ragged qwen3-8b prefill (128 rows, d128)",
+    "ragged d256 K=7, window, cap, sinks (32 rows)",
+    "draft vanilla r256 R=64",
+    "windows R=32 K=7",
+    "reject block R=8 f32 cache",
+    "block qwen3-8b K=7",
+    "block smollm2 K=7 fp8",
+    "latent 512+64, 16 heads, K=8",
+)
+_MARK = "<!-- compiled by benchmarks/kernels/compile_kernels.py -->"
+
+
+def write_docs(path: Path, rows: list[Report]) -> None:
+    """Replaces the table between the two marks of a document."""
+    before, _, after = path.read_text().split(_MARK)
+    cells: dict[tuple[str, str], dict[int, Report]] = {}
+    for row in rows:
+        # Columns of a drafted block compile alike; the largest is shown.
+        known = cells.setdefault((row.kernel.lstrip("_"), row.case), {})
+        if row.arch not in known or row.registers > known[row.arch].registers:
+            known[row.arch] = row
+    archs = sorted({row.arch for row in rows})
+    lines = ["| kernel | case | " + " | ".join(f"sm_{arch}" for arch in archs) + " |"]
+    lines.append("|---|---|" + "---|" * len(archs))
+    for (kernel, case), found in cells.items():
+        texts = []
+        for arch in archs:
+            row = found.get(arch)
+            text = "same as above" if row is None else f"{row.registers} / {row.shared_bytes}"
+            if row is not None and row.instructions != "none":
+                text += f" {row.instructions}"
+            if row is not None and row.stack_bytes:
+                text += f" **{row.stack_bytes} B local**"
+            texts.append(text)
+        if any(arch in found for arch in archs):
+            lines.append(f"| {kernel} | {case} | " + " | ".join(texts) + " |")
+    path.write_text(f"{before}{_MARK}\n\n" + "\n".join(lines) + f"\n\n{_MARK}{after}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--archs", default=",".join(map(str, launch.ARCHITECTURES)))
     parser.add_argument("--only", default="")
+    parser.add_argument("--representative", action="store_true", help="the test-suite's cases")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", type=Path, help="rewrite the table of this document")
     arguments = parser.parse_args()
-    rows = []
-    for report in reports([int(arch) for arch in arguments.archs.split(",")], arguments.only):
-        rows.append(asdict(report))
+    rows: list[Report] = []
+    names = REPRESENTATIVE if arguments.representative else tuple(CASES)
+    names = tuple(name for name in names if arguments.only in name)
+    for report in reports([int(arch) for arch in arguments.archs.split(",")], names):
+        rows.append(report)
         print(
             f"sm_{report.arch} {report.kernel:28} {report.case:48} w{report.num_warps} "
             f"reg {report.registers:3} shared {report.shared_bytes:6} stack {report.stack_bytes:4} "
@@ -353,7 +413,9 @@ def main() -> None:
         if report.shared_bytes > report.shared_limit or report.stack_bytes:
             print("   ^^^ over a limit", flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if arguments.docs:
+        write_docs(arguments.docs, rows)
 
 
 if __name__ == "__main__":

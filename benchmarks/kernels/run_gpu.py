@@ -4,8 +4,9 @@
     python benchmarks/kernels/run_gpu.py --stages sweep --out $OUT/sweep.json --budget-s 300
 
 Stages, in order: tests (pytest on the device), checks (graph replays with changed inputs), draft,
-windows, attention, rejection, block; `sweep` only when named. With vLLM importable (PYTHONPATH to
-its tree) stock is timed beside ours; without it `stock_us` is null and the reason is under `problems`.
+windows, attention, rejection, block; `sweep` and `sweep-draft` only when named. With vLLM
+importable (PYTHONPATH to its tree) stock is timed beside ours; without it `stock_us` is null and
+the reason is under `problems`.
 """
 
 import argparse
@@ -36,6 +37,7 @@ _STAGES = {
     "rejection": bench_step.measure_rejection,
     "block": bench_step.measure_block,
     "sweep": bench_attention.sweep,
+    "sweep-draft": bench_draft.sweep,
 }
 _DEFAULT = "tests,checks,draft,windows,attention,rejection,block"
 
@@ -53,7 +55,13 @@ def run_tests(recorder: Recorder, limit_s: float) -> None:
     environment = os.environ | {"DSPARK_TEST_DEVICE": "cuda", "PYTHONPATH": _python_path()}
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
         )
         print(done.stdout[-3000:], done.stderr[-500:], flush=True)
         tail = done.stdout.strip().splitlines()[-1:] or ["no output"]
@@ -77,7 +85,9 @@ def main() -> int:
     stages = arguments.stages.split(",")
     unknown = set(stages) - set(_STAGES) - {"tests", "checks"}
     if unknown:
-        parser.error(f"unknown stages {sorted(unknown)}; choose from tests, checks, {list(_STAGES)}")
+        parser.error(
+            f"unknown stages {sorted(unknown)}; choose from tests, checks, {list(_STAGES)}"
+        )
     begin = time.monotonic()
     recorder = Recorder(arguments.out, begin + arguments.budget_s)
     recorder.copy_gbps = copy_bandwidth()

@@ -1,6 +1,8 @@
 """The commands' arguments, messages and exit codes; no engine is started."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,3 +128,18 @@ def test_version_as_json() -> None:
     found = json.loads(run("version", "--json").stdout)
     assert found["vllm-dspark"]
     assert "vllm" in found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_unwind_the_demo(number: signal.Signals) -> None:
+    """Catches a killed demo that leaves its servers running."""
+    before, cleaned = signal.getsignal(number), []
+    with pytest.raises(SystemExit) as left, demo.stop_on_signals():
+        try:
+            os.kill(os.getpid(), number)
+            signal.pause()
+        finally:
+            cleaned.append(True)
+    assert left.value.code == 128 + number
+    assert cleaned
+    assert signal.getsignal(number) is before

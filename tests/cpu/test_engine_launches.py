@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.support.engines import engine, runner_of, token_lists
+from tests.support.engines import dspark, engine, runner_of, token_lists
 from tests.support.pairs import Pair, PairSpec, build_pair
 from vllm_dspark.cpu.interpreter_guard import count_interpreted
 
@@ -112,6 +112,13 @@ def test_plain_v2(pair: Pair) -> None:
 )
 def test_stock_dspark(pair: Pair, changes: dict[str, Any]) -> None:
     with engine(pair.target, stock_dspark(pair, **changes), v2=True) as llm:
+        assert launches_of(llm, speculating=True) == {}
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_our_dspark(pair: Pair, method: str) -> None:
+    with engine(pair.target, dspark(pair.drafter, draft_sample_method=method)) as llm:
+        assert type(runner_of(llm)).__module__ == "vllm_dspark.integration.runner"
         assert launches_of(llm, speculating=True) == {}
 
 

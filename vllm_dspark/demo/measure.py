@@ -72,7 +72,7 @@ def run(plan: Plan, listener: Listener) -> Report:
     session = _Session(plan, listener)
     specs = (V1, V2, dspark(plan.drafter))
     interleaved = available_memory() > MEMORY_PER_SERVER * len(specs)
-    groups = [specs] if interleaved else [(spec,) for spec in specs]
+    groups: list[tuple[EngineSpec, ...]] = [specs] if interleaved else [(s,) for s in specs]
     with ExitStack() as stack:
         folder = plan.log_folder or Path(stack.enter_context(_scratch()))
         folder.mkdir(parents=True, exist_ok=True)

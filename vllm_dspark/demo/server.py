@@ -50,10 +50,10 @@ class ServeSettings:
 # general plugins, none of our Triton backend, the V1 runner.
 V1 = EngineSpec(
     "v1",
-    "V1, no speculation",
+    "V1 plain",
     {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_PLUGINS": "", "TRITON_BACKENDS_IN_TREE": "1"},
 )
-V2 = EngineSpec("v2", "V2, no speculation", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+V2 = EngineSpec("v2", "V2 plain", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
 
 
 def dspark(drafter: Path) -> EngineSpec:

@@ -123,8 +123,13 @@ def catalog(width: int, off_reason: str = "") -> tuple[Family, ...]:
 def _token_families(width: int) -> tuple[Family, ...]:
     return (
         _per_position(width, "drafted_tokens", "Draft tokens that the drafter had proposed."),
-        _per_position(width, "admitted_tokens", "Draft tokens that the plan let through."),
-        _per_position(width, "trimmed_tokens", "Draft tokens left out by the plan."),
+        _per_position(width, "admitted_tokens", "Draft tokens let through to the target."),
+        _per_position(
+            width,
+            "trimmed_tokens",
+            "Draft tokens left out by the plan, or by vLLM where they did not fit "
+            "(max_model_len, token budget).",
+        ),
         _per_position(width, "verified_tokens", "Draft tokens that the target scored."),
         _per_position(
             width,

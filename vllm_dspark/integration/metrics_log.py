@@ -87,9 +87,10 @@ def _shares(summary: Summary, steps: float) -> str:
 
 
 def _quality(summary: Summary) -> list[str]:
-    if not summary.total("paired_drafts"):
+    known = summary.values("ece")[np.isfinite(summary.values("ece"))]
+    if not known.size or not summary.total("paired_drafts"):
         return []
-    return [f"ECE {float(np.nanmean(summary.values('ece'))):.2f}"]
+    return [f"ECE {known.mean():.2f}"]
 
 
 def _troubles(summary: Summary) -> list[str]:

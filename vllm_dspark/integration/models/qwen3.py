@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from vllm.config import VllmConfig
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
 from vllm_dspark.errors import DrafterError
@@ -18,9 +19,27 @@ from vllm_dspark.proposer.spec import DrafterSpec, parse_spec, read_spec
 _HEAD_PREFIXES = ("markov_head.", "confidence_head.", "d2t")
 
 
+class Qwen3Backbone(DFlashQwen3Model):
+    """vLLM's backbone with the key norm of every layer applied to that layer's context keys.
+
+    vLLM 0.32 stacks the weights as [layers, head_dim] and leaves the choice of row to its rms_norm
+    kernel; the CPU build's kernel reads row 0 for all layers (outputs stay right, drafts suffer).
+    """
+
+    def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
+        """all_k: [L, n, kv_heads, head_dim]."""
+        if all_k.device.type != "cpu":
+            normed: torch.Tensor = super()._normalize_context_k(all_k)
+            return normed
+        size, eps = (all_k.shape[-1],), self._rms_norm_eps
+        layers = zip(all_k, self._k_norm_weights, strict=True)
+        return torch.stack([F.rms_norm(keys, size, weight, eps) for keys, weight in layers])
+
+
 class Qwen3Drafter(DFlashQwen3ForCausalLM):
     """Backbone, context KV and lm_head are vLLM's; everything after the lm_head is `draft_head`."""
 
+    model_cls = Qwen3Backbone
     draft_head: DraftHead
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
