@@ -289,3 +289,8 @@ def _suggest(name: str) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return "; options are " + ", ".join(sorted(DSparkConfig.model_fields))
+
+
+def process_environment() -> dict[str, str]:
+    """A copy of this process's environment, for child processes to start from."""
+    return dict(os.environ)

@@ -38,13 +38,15 @@ def paged_case(
     num_blocks = sum(pages) + 3
     order = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     cache = torch.full((num_blocks, shape.num_kv_heads, page, 2 * shape.head_dim), POISON)
-    table = torch.zeros(len(seq_lens), max(pages + [1]) + 2, dtype=torch.int32)
+    table = torch.zeros(len(seq_lens), max([*pages, 1]) + 2, dtype=torch.int32)
     for req, count in enumerate(pages):
         for index in range(count):
             block = order.pop()
             table[req, index] = block
             filled = min(page, seq_lens[req] - index * page)
-            values = torch.randn(shape.num_kv_heads, filled, 2 * shape.head_dim, generator=generator)
+            values = torch.randn(
+                shape.num_kv_heads, filled, 2 * shape.head_dim, generator=generator
+            )
             cache[block, :, :filled] = values
     cache = cache.to(cache_dtype).to(device)
     k_cache, v_cache = cache.transpose(1, 2).split(shape.head_dim, dim=-1)

@@ -1,4 +1,4 @@
-"""Kernel tests run in Triton's interpreter on a CPU, and on the device with ``DSPARK_TEST_DEVICE=cuda``."""
+"""Kernel tests run in Triton's interpreter; on a GPU with ``DSPARK_TEST_DEVICE=cuda``."""
 
 import os
 

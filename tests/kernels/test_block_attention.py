@@ -1,4 +1,4 @@
-"""The drafter's block: attention for every K, the fused preparation, context insertion, latent form."""
+"""The drafter's block: attention for every K, preparation, context insertion, latent form."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ from vllm_dspark.kernels.block_prepare import (
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5, 6, 7, 8, 16])
 def test_every_block_size(block_size, device):
     """Scratch rows of length 0, page poison and shared scratch: nothing leaks between K's."""
-    shape = AttentionShape(6, 2, 64, causal=False)
-    lens = [90 + block_size, block_size, 0, 300, 0]
+    shape = AttentionShape(4, 1, 32, causal=False)
+    lens = [90 + block_size, block_size, 0, 520, 0]
     case = paged_case([block_size] * 5, lens, shape, device=device)
     layer = BlockAttention(shape, 8, block_size, device)
     layer.workspace.partial.fill_(POISON)
@@ -65,7 +65,8 @@ def _caches(count, kv_heads, head_dim, dtype, device, page=16, num_blocks=9):
 
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rotary_dim"), [(6, 2, 64, 64), (5, 1, 80, 32), (9, 3, 128, 128)]
+    ("heads", "kv_heads", "head_dim", "rotary_dim"),
+    [(6, 2, 64, 64), (5, 1, 80, 32), (9, 3, 128, 128)],
 )
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 def test_prepare_block(is_neox, heads, kv_heads, head_dim, rotary_dim, cache_dtype, device):
@@ -115,7 +116,10 @@ def test_store_context_kv(per_layer_slots, cache_dtype, device):
     rotary = _rotary(head_dim, True, device)
     scales = (None, None)
     if cache_dtype.itemsize == 1:
-        scales = (torch.full((layers,), 0.03, device=device), torch.full((layers,), 0.02, device=device))
+        scales = (
+            torch.full((layers,), 0.03, device=device),
+            torch.full((layers,), 0.02, device=device),
+        )
     actual = _caches(layers, kv_heads, head_dim, cache_dtype, device)
     expected = _caches(layers, kv_heads, head_dim, cache_dtype, device)
     caches = ContextCaches([k for k, _ in actual], [v for _, v in actual], *scales)
@@ -151,7 +155,5 @@ def test_latent_block(block_size, latent, rope, cache_dtype, device):
         out = torch.full((5 * block_size, heads, latent), float("nan"), device=device).half()
         latent_block_attention(out, q, cache, table, lens, 0.1, window, sinks, scale)
         expected = torch.empty_like(out)
-        latent_block_attention_reference(
-            expected, q, cache, table, lens, 0.1, window, sinks, scale
-        )
+        latent_block_attention_reference(expected, q, cache, table, lens, 0.1, window, sinks, scale)
         assert relative_error(out, expected) < 2e-3

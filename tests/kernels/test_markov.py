@@ -26,7 +26,11 @@ def make_head(kind, vocab, rank, hidden, *, target_vocab=None, dtype=torch.float
     target_vocab = target_vocab or vocab
     markov = None
     if kind is not None:
-        proj = {"vanilla": None, "gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}
+        proj = {
+            "vanilla": None,
+            "gated": (rank, hidden + rank),
+            "rnn": (3 * rank, 2 * rank + hidden),
+        }
         size = proj[kind]
         markov = MarkovHead(
             kind,
@@ -77,10 +81,11 @@ def to_device(record, device):
     values = {}
     for name, value in vars(record).items():
         if isinstance(value, torch.Tensor):
-            value = value.to(device)
+            values[name] = value.to(device)
         elif hasattr(value, "__dataclass_fields__"):
-            value = to_device(value, device)
-        values[name] = value
+            values[name] = to_device(value, device)
+        else:
+            values[name] = value
     return type(record)(**values)
 
 
@@ -106,17 +111,20 @@ def compare(actual, expected, *, tolerance=1e-4):
     )
     if expected.logits_cache is not None:
         torch.testing.assert_close(
-            actual.logits_cache.float(), expected.logits_cache.float(), rtol=tolerance, atol=tolerance
+            actual.logits_cache.float(),
+            expected.logits_cache.float(),
+            rtol=tolerance,
+            atol=tolerance,
         )
 
 
 @pytest.mark.parametrize("kind", [None, "vanilla", "gated", "rnn"])
-@pytest.mark.parametrize("num_reqs", [1, 5, 19])
+@pytest.mark.parametrize("num_reqs", [3, 19])
 @pytest.mark.parametrize("cached", [False, True])
 def test_heads(kind, num_reqs, cached, device):
     """Fused reduction (few rows) and the separate one (19 rows); odd vocab, odd rank."""
     head = make_head(kind, 701, 24, 40)
-    batch, state = make_step(num_reqs, 4, 701, 40)
+    batch, state = make_step(num_reqs, 3, 701, 40)
     cache_dtype = torch.float32 if cached else None
     compare(*run_both(head, batch, state, device, cache_dtype=cache_dtype, width=701))
 
@@ -138,7 +146,7 @@ def test_reduced_vocabulary(num_reqs, device):
 
 
 def test_cap_scale_and_padded_cache(device):
-    """Soft cap on the base alone, scale on the sum; a cache wider than the vocabulary keeps -inf."""
+    """Soft cap on the base alone, scale on the sum; a wider cache keeps its -inf."""
     head = make_head("gated", 257, 16, 32, soft_cap=4.0, logit_scale=0.5)
     batch, state = make_step(4, 3, 257, 32)
     actual, expected = run_both(head, batch, state, device, cache_dtype=torch.float32, width=300)
@@ -148,7 +156,7 @@ def test_cap_scale_and_padded_cache(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_draws_from_the_stored_row(dtype, device):
-    """What is drawn from is what was stored: redo the draw from the cache and get the same token."""
+    """What is drawn from is what was stored: redo the draw from the cache."""
     from vllm_dspark.kernels import noise
 
     head = make_head("vanilla", 700, 32, 64, dtype=dtype)

@@ -30,5 +30,6 @@ def test_bits_equal_the_specification(device):
     lo, hi = noise.key_words(seed, position, column.long(), noise.RESAMPLE)
     expected = noise.token_bits(lo[:, None], hi[:, None], tokens[None, :])
     assert torch.equal(bits, expected)
-    # log(1 - v) is an approximation on the device: absolute error, since g crosses zero.
-    assert (gumbel - noise.gumbel(expected)).abs().max() < 2e-6
+    # The device's log is an approximation; absolute error, since g crosses zero.
+    limit = 2e-6 if device.type == "cpu" else 2e-5
+    assert (gumbel - noise.gumbel(expected)).abs().max() < limit

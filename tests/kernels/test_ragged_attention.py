@@ -1,4 +1,4 @@
-"""Ragged paged attention against its twin: lengths, layouts and score modifiers that break tilings."""
+"""Ragged paged attention against its twin: lengths, layouts and modifiers that break tilings."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_page_sizes(page, device):
 
 @pytest.mark.parametrize("windows", [[1] * 5, [8] * 5, [1, 2, 4, 8, 1], [5, 5, 1, 1, 1]])
 def test_one_geometry_serves_all_windows(windows, device):
-    """Same capture-time geometry, other lengths: nothing may depend on the lengths it was made for."""
+    """Same geometry, other lengths: nothing may depend on the lengths it was made for."""
     shape = AttentionShape(9, 3, 64)
     case = paged_case(windows, [700, 9, 33, 128, 400], shape, device=device)
     check(case, shape, device, max_reqs=7, max_query_len=8, max_tokens=56)
@@ -107,7 +107,7 @@ def test_cache_dtypes(cache_dtype, device):
 
 
 def test_split_rows_stay_within_their_bounds(device):
-    """One long request among short ones splits; counts never pass what the buffers were made for."""
+    """One long request among short ones splits; counts stay within the buffers."""
     shape = AttentionShape(4, 2, 64)
     case = paged_case([3, 1, 1, 1], [3000, 5, 9, 2], shape, device=device)
     layer = check(case, shape, device)

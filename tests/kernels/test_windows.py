@@ -104,7 +104,9 @@ class Step:
         return sorted({least, most, (least + most) // 2, min(least + 1, most)})
 
 
-@pytest.mark.parametrize(("num_reqs", "width"), [(1, 1), (1, 7), (3, 8), (37, 7), (130, 5), (9, 16)])
+@pytest.mark.parametrize(
+    ("num_reqs", "width"), [(1, 1), (1, 7), (3, 8), (37, 7), (130, 5), (9, 16)]
+)
 @pytest.mark.parametrize("padding", [0, 5])
 def test_equals_the_oracle(num_reqs, width, padding, device):
     step = Step(num_reqs, width, seed=num_reqs * 31 + width, padding=padding)

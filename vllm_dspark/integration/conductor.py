@@ -63,50 +63,68 @@ class Conductor:
         self.device_windows = device_windows
         self._mode = mode
         self._draft_stamp = np.zeros(0, dtype=np.int32)  # by slot: pass that made its drafts
+        self._reserved = np.zeros(0, dtype=np.bool_)  # by slot: keeps its full window
         self._generation: dict[str, int] = {}
         self._num_arrived = 0
         if resolution.scheduling and resolution.cost_table is not None:
             self._start_planning(resolution.cost_table)
+        elif options.test_windows is not None:
+            self._start_planning(None)
 
     @property
     def off_reason(self) -> str:
         """Why nothing is scheduled in this engine; empty if scheduling is on."""
         return self._resolution.off_reason
 
-    def _start_planning(self, table: CostTable) -> None:
+    def _start_planning(self, table: CostTable | None) -> None:
         options = planner_options(self._options, self._resolution, self.device_windows)
-        self.planner = Planner(CostModel(table, online=self._options.online_cost), options)
+        cost = CostModel(table, online=self._options.online_cost) if table is not None else None
+        self.planner = Planner(cost, options)
 
     # ---- before vLLM schedules
 
     def order(self, drafting: Sequence[Any], outlook: StepOutlook) -> StepOrder:
         """The order for the step about to be scheduled.
 
-        drafting: requests that have drafts, in scheduler order; the plan's windows follow it.
+        drafting: requests that may have drafts, in scheduler order; the plan's windows follow it.
         """
         self.step_id = stamp_next(self.step_id)
         ids = [request.request_id for request in drafting]
-        counts = [len(request.spec_token_ids) for request in drafting]
-        drafted = dict(zip(ids, counts, strict=True))
         slots = self.table.slots(ids)
         draft_stamps = self._stamps(slots)
+        # vLLM keeps placeholders also after a step that drafted nothing.
+        counts = np.array([len(request.spec_token_ids) for request in drafting], dtype=np.int32)
+        counts[draft_stamps == 0] = 0
+        drafted = dict(zip(ids, counts.tolist(), strict=True))
         stamps = dict(zip(ids, draft_stamps.tolist(), strict=True))
         if self.planner is None or not ids:
             return StepOrder(self.step_id, None, drafted, stamps)
-        batch = self.table.batch(slots, np.array(counts, dtype=np.int32), draft_stamps)
-        self.rows.add(batch)
-        plan = self.planner.plan(self._facts(outlook), batch)
+        facts = self._facts(outlook)
+        plan = self.planner.shortcut(facts, self.table.owners(slots), counts)
+        if plan is None:
+            batch = self.table.batch(slots, counts, draft_stamps, self._reserved[slots])
+            self.rows.add(batch)
+            plan = self.planner.plan(facts, batch)
         if plan.kind is not PlanKind.TRIM or not self.device_windows:
             return StepOrder(self.step_id, plan, drafted, stamps)
-        width = batch.num_positions
-        short = {
-            name: ceiling
-            for name, ceiling in zip(ids, batch.capacity.tolist(), strict=True)
-            if ceiling < width
-        }
+        ranking = self.table.ranking_parameters()
         sampled = frozenset(r.request_id for r in drafting if _is_sampled(r))
-        prior = tuple(batch.acceptance.mean(axis=1).tolist())
-        return StepOrder(self.step_id, plan, drafted, stamps, prior, sampled, short)
+        floors, ceilings = self._limits(drafting, slots)
+        return StepOrder(self.step_id, plan, drafted, stamps, ranking, sampled, floors, ceilings)
+
+    def _limits(
+        self, drafting: Sequence[Any], slots: npt.NDArray[np.int64]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Requests that keep all their drafts, and those that cannot emit all of them."""
+        width = self.table.num_positions
+        floors, ceilings = {}, {}
+        for request, reserved in zip(drafting, self._reserved[slots].tolist(), strict=True):
+            left = request.max_tokens - request.num_output_tokens - 1
+            if left < width:
+                ceilings[request.request_id] = max(left, 0)
+            if reserved:
+                floors[request.request_id] = width
+        return floors, ceilings
 
     def _facts(self, outlook: StepOutlook) -> StepFacts:
         mode = StepMode.MIXED if outlook.mixed else self._mode
@@ -158,6 +176,9 @@ class Conductor:
         )
         self._stamps(np.array([slot]))
         self._draft_stamp[slot] = 0
+        # The noise of a seeded request is keyed by position and draft column: its tokens repeat
+        # only if its windows do, so they stay full whatever the load.
+        self._reserved[slot] = _is_sampled(request) and request.sampling_params.seed is not None
         self._num_arrived += 1
 
     def _stamps(self, slots: npt.NDArray[np.int64]) -> IntArray:
@@ -167,6 +188,9 @@ class Conductor:
             grown = np.zeros(max(top + 1, 2 * self._draft_stamp.size), dtype=np.int32)
             grown[: self._draft_stamp.size] = self._draft_stamp
             self._draft_stamp = grown
+            self._reserved = np.append(
+                self._reserved, np.zeros(grown.size - self._reserved.size, dtype=np.bool_)
+            )
         stamps: IntArray = self._draft_stamp[slots]
         return stamps
 
@@ -180,10 +204,11 @@ class Conductor:
             self._take_outcomes(outcomes)
         if report is not None:
             self._take_rows(report)
-            if report.cost_table is not None and self.planner is None:
+            waiting = self.planner is None or self.planner.cost is None
+            if report.cost_table is not None and waiting and not self.off_reason:
                 record = CostTableRecord.model_validate_json(report.cost_table)
                 self._start_planning(record.to_table())
-            if self.planner is not None:
+            if self.planner is not None and self.planner.cost is not None:
                 for timing in report.timings:
                     self.times.add(timing, self.planner.cost)
                     self.planner.cost.observe(timing)
@@ -191,8 +216,7 @@ class Conductor:
     def _take_outcomes(self, outcomes: StepOutcomes) -> None:
         # Nothing is known of drafts behind a stop: to the learner they were never verified.
         verified, accepted, stamps = outcomes.before_stop, outcomes.accepted, outcomes.stamps
-        keep = (verified > 0).nonzero()[0].tolist()
-        keep = [i for i in keep if outcomes.request_ids[i] in self.table]
+        keep = [i for i, name in enumerate(outcomes.request_ids) if name in self.table]
         if not keep:
             return
         slots = self.table.slots(outcomes.request_ids[i] for i in keep)

@@ -123,10 +123,10 @@ class EngineMetrics:
         single = self._single
         single["unpaired"][0] = table.unpaired
         single["calibration_updates"][0] = table.online.version
-        single["scheduling"][0] = planner is not None
+        single["scheduling"][0] = planner is not None and planner.cost is not None
         seen = table.live.paired > 0
         self._ece[:] = np.where(seen, table.live.ece(), np.nan)
-        if planner is None:
+        if planner is None or planner.cost is None:
             return
         # Worst first, so the last one written of each grid is the worst.
         for cell in reversed(planner.cost.drift(0.0)):

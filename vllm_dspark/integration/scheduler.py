@@ -15,7 +15,6 @@ from vllm_dspark.integration.startup import (
     resolve_scheduling,
     settle_windows,
 )
-from vllm_dspark.integration.windows import GivenWindows
 from vllm_dspark.planning.cost import StepMode
 from vllm_dspark.planning.table import RequestTable
 
@@ -42,11 +41,6 @@ class DSparkSchedulerMixin:
         width: int = self.num_spec_tokens
         self.dspark_totals = OutcomeTotals(width)
         self._outcome_log = OutcomeLog(options.record_outcomes) if options.record_outcomes else None
-        self._given_windows: GivenWindows | None = None
-        if options.test_windows is not None:
-            self._given_windows = GivenWindows(
-                options.test_windows, width, options.test_windows_seed
-            )
         self.conductor = self._make_conductor(options, width)
         self._corrections = Corrections()
         self.dspark_metrics = EngineMetrics.of_engine(
@@ -81,16 +75,22 @@ class DSparkSchedulerMixin:
         """vLLM's schedule, after this step's windows were applied to the running requests."""
         drafting = [r for r in self.running if r.spec_token_ids]
         order = self.conductor.order(drafting, self._outlook(drafting))
-        windows = order.plan.windows if order.plan is not None else ()
-        if self._given_windows is not None and drafting:
-            windows = tuple(self._given_windows.next(len(drafting)))
-        for request, window in zip(drafting, windows, strict=False):
-            if window - 1 < len(request.spec_token_ids):
-                request.spec_token_ids = request.spec_token_ids[: window - 1]
+        self._cut_drafts(drafting, order)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         attach_order(output, order)
         self._follow(output, order)
         return output
+
+    def _cut_drafts(self, drafting: list[Any], order: StepOrder) -> None:
+        """Leave each request the drafts that its window admits, or none where none were made."""
+        plan = order.plan
+        if plan is not None and plan.windows and not self.conductor.device_windows:
+            kept = [window - 1 for window in plan.windows]
+        else:
+            kept = list(order.drafted.values())
+        for request, drafts in zip(drafting, kept, strict=True):
+            if drafts < len(request.spec_token_ids):
+                request.spec_token_ids = request.spec_token_ids[:drafts]
 
     def _outlook(self, drafting: list[Any]) -> StepOutlook:
         running = self.running

@@ -1,10 +1,10 @@
-"""Work list of the ragged attention kernels, built on the device from lengths only the device knows.
+"""Work list of the ragged attention kernels, built on the device from the device's lengths.
 
 The host fixes a launch geometry at capture (`AttentionGeometry`): tile sizes, the largest number of
-work items, scratch sizes. Each step one small kernel turns `query_start_loc` and `seq_lens` into rows
-of work; all layers of the step read the same rows. A row is one query tile (up to `tile_tokens`
-tokens of one request, times the query heads of one KV head) against one chunk of its keys. Requests
-share no keys, so a tile never mixes requests; the window x group product fills it.
+work items, scratch sizes. Each step one small kernel turns `query_start_loc` and `seq_lens` into
+rows of work; all layers of the step read the same rows. A row is one query tile (`tile_tokens` or
+fewer tokens of one request, times the query heads of one KV head) against one chunk of its keys.
+Requests share no keys, so a tile never mixes requests; the window x group product fills it.
 
 Chunk length, in key blocks, follows from the step's own total:
     total = sum over requests of tiles_r * span_r          (span_r: key blocks the request can see)
@@ -27,10 +27,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_dspark.kernels.launch import AttentionLaunch, Device, attention_launch
+from vllm_dspark.kernels.launch import AttentionLaunch, Device, attention_launch, max_query_rows
 
 PLAN_WIDTH = 12  # int32 fields of a row: 48 bytes, so a row never spans three sectors
-MAX_TILE_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,7 @@ class AttentionShape:
     sliding_window: int = 0  # keys a query sees, itself included; 0: all
     soft_cap: float = 0.0
     has_sinks: bool = False
+    cache_bytes: int = 2  # per element of the KV cache; only the launch depends on it
 
     @property
     def group(self) -> int:
@@ -71,19 +71,31 @@ class AttentionGeometry:
 
 
 def attention_geometry(
-    shape: AttentionShape, max_reqs: int, max_tokens: int, max_query_len: int, device: Device
+    shape: AttentionShape,
+    max_reqs: int,
+    max_tokens: int,
+    max_query_len: int,
+    device: Device,
+    launch: AttentionLaunch | None = None,
 ) -> AttentionGeometry:
-    """Geometry for steps of up to `max_tokens` tokens in `max_reqs` requests of `max_query_len`."""
+    """Geometry for steps of up to `max_tokens` tokens in `max_reqs` requests of `max_query_len`.
+
+    `launch` overrides the table (benchmark sweeps).
+    """
     if shape.num_heads % shape.num_kv_heads:
         raise ValueError(
             f"num_heads {shape.num_heads} is not a multiple of num_kv_heads {shape.num_kv_heads}"
         )
-    if shape.group > MAX_TILE_ROWS:
-        raise ValueError(f"{shape.group} query heads per KV head exceed {MAX_TILE_ROWS} tile rows")
-    wanted = min(max(max_query_len * shape.group, 16), MAX_TILE_ROWS)
+    most_rows = max_query_rows(device.arch, shape.head_dim)
+    if shape.group > most_rows:
+        raise ValueError(
+            f"{shape.group} query heads per KV head of {shape.head_dim} dimensions exceed the "
+            f"{most_rows} rows of a tile on sm_{device.arch}; use kernels='reference'"
+        )
+    wanted = min(max(max_query_len * shape.group, 16), most_rows)
     tile_rows = triton.next_power_of_2(wanted)
     tile_tokens = tile_rows // shape.group
-    launch = attention_launch(device.arch, tile_rows, shape.head_dim)
+    launch = launch or attention_launch(device.arch, tile_rows, shape.head_dim, shape.cache_bytes)
     max_reqs = max(1, min(max_reqs, max_tokens))
     if max_query_len <= tile_tokens:
         max_tiles = max_reqs

@@ -1,16 +1,16 @@
 """Attention of the drafter's block: K queries per request over context and block, not causal.
 
 `BlockAttention` is the ragged kernel with uniform query lengths; K of 1..16 differ only in the row
-tile (16, 32, ... rows of K x group), so a drafter compiles at most a few variants and scales, strides,
-lengths and batch sizes are run-time values. A request of length 0 (scratch row of a padded batch)
-yields zeros.
+tile (16, 32, ... rows of K x group), so a drafter compiles at most a few variants and scales,
+strides, lengths and batch sizes are run-time values. A request of length 0 (scratch row of a padded
+batch) yields zeros.
 
-`latent_block_attention` is the windowed MLA form (DeepSeek-V4's embedded drafter): one latent vector of
-`latent_dim` (+ `rope_dim`) per key, shared by all heads,
-    score_h(p, j) = scale * (q_h[:latent] . c_j + q_h[latent:] . r_j)   for j in (p - window, end of block]
-    output_h      = softmax(score_h) c_j over `latent_dim`, a sink per head in the denominator
-A block is shorter than the window, so every query sees the whole block. At most window + K keys per
-request: one program per row tile reads them all, nothing is split.
+`latent_block_attention` is the windowed MLA form (DeepSeek-V4's embedded drafter): one latent
+vector of `latent_dim` (+ `rope_dim`) per key, shared by all heads,
+    score_h(p, j) = scale * (q_h[:latent] . c_j + q_h[latent:] . r_j),    j > p - window
+    output_h(p)   = sum_j softmax(score_h(p))_j c_j,    a sink per head in the denominator
+A block is no longer than the window, so every query sees the whole block. At most window + K keys
+per request: one program per row tile reads them all, nothing is split.
 """
 
 import torch

@@ -1,15 +1,15 @@
-"""The drafter's attention inputs in one pass: RMSNorm and RoPE of q and k, and the paged KV insertion.
+"""The drafter's attention inputs in one pass: RMSNorm, RoPE and the paged KV insertion.
 
 Two entries share the arithmetic (float32 throughout, one rounding at the end):
-    prepare_block      the K query tokens of each request: q, k, v from the layer's fused projection;
-                       q goes to a dense buffer, k and v into the layer's cache
+    prepare_block      the K query tokens of each request: q, k, v from the layer's fused
+                       projection; q goes to a dense buffer, k and v into the layer's cache
     store_context_kv   context tokens, all layers in one launch: k and v from the stacked projection
                        [num_tokens, num_layers, 2, num_kv_heads, head_dim] into every layer's cache
 Per head x with weight w:  y = x * rsqrt(mean(x^2) + eps) * w, then for the first rotary_dim
 dimensions, with partner p(d) and sign s(d) (neox: d +- rotary_dim / 2; interleaved: d ^ 1)
     y'_d = y_d cos + s(d) y_{p(d)} sin
-v is only scaled. A slot < 0 (padding, rejected suffix, evicted page) writes nothing to a cache; an fp8
-cache stores x / scale, clamped to its range.
+v is only scaled. A slot < 0 (padding, rejected suffix, evicted page) writes nothing to a cache; an
+fp8 cache stores x / scale, clamped to its range.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class RotaryEmbedding:
 
     @property
     def dim(self) -> int:
-        return self.cos_sin.shape[1]
+        return int(self.cos_sin.shape[1])
 
 
 @triton.jit
@@ -126,9 +126,7 @@ def _prepare_block_kernel(
     weight_ptr = tl.where(is_query[:, None], q_weight_ptr, k_weight_ptr)
     rotary_ptr = cos_sin_ptr + tl.load(position_ptr + token) * ROTARY_DIM
     normed = (is_query | is_key)[:, None] & in_dim[None, :]
-    y = _norm_rope(
-        x_ptr, weight_ptr, rotary_ptr, normed, dims, eps, HEAD_DIM, ROTARY_DIM, IS_NEOX
-    )
+    y = _norm_rope(x_ptr, weight_ptr, rotary_ptr, normed, dims, eps, HEAD_DIM, ROTARY_DIM, IS_NEOX)
     q_mask = is_query[:, None] & in_dim[None, :]
     q_out = q_out_ptr + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(q_out, y.to(q_out_ptr.dtype.element_ty), mask=q_mask)
@@ -353,4 +351,4 @@ def _quantized_limit(
         raise ValueError(f"8-bit KV cache of dtype {cache.dtype}: view it as a float8 dtype")
     if k_scale is None or v_scale is None:
         raise ValueError("an fp8 KV cache needs K and V scales")
-    return torch.finfo(cache.dtype).max
+    return float(torch.finfo(cache.dtype).max)

@@ -6,7 +6,7 @@ revised from ``benchmarks/kernels``. Entries for sm_100, sm_103 and sm_120 were 
 memory, registers, instructions: docs/kernels.md) and have NOT run on such a part.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -30,7 +30,7 @@ class Device:
 def describe_device(device: torch.device) -> Device:
     """The device's table key; a CPU (Triton's interpreter) is treated as a small sm_90."""
     if device.type != "cuda":
-        return Device(arch=90, num_sms=4)
+        return Device(arch=90, num_sms=2)
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major * 10 + properties.minor
     # An unlisted part uses the newest listed one that is not newer than itself.
@@ -63,7 +63,8 @@ class AttentionLaunch:
 # (query rows up to, head_dim up to) -> launch. First match in this order wins.
 _Table = tuple[tuple[int, int, AttentionLaunch], ...]
 
-# A100: cp.async, mma.sync; 164 KB of shared memory.
+# A100: cp.async, mma.sync; 164 KB of shared memory. At head_dim 256 a tile of 128 query rows does
+# not fit the registers (the queries are mma.sync's register operand), so there is no such entry.
 _ATTENTION_SM80: Final[_Table] = (
     (32, 64, AttentionLaunch(64, 4, 4, 3)),
     (32, 128, AttentionLaunch(64, 4, 3, 1)),
@@ -71,34 +72,36 @@ _ATTENTION_SM80: Final[_Table] = (
     (64, 128, AttentionLaunch(64, 4, 3, 1)),
     (64, 256, AttentionLaunch(32, 4, 2, 1)),
     (128, 128, AttentionLaunch(64, 8, 2, 1)),
-    (128, 256, AttentionLaunch(32, 8, 2, 1)),
 )
-# H100/H200: two blocks of three stages keep ~128 KB of K and V in flight per SM; Little's law asks
-# for 30 KB. 64 rows and more go to wgmma.
+# H100/H200. The page lookup takes two of the pipeline's stages, so n stages keep n - 3 key tiles in
+# flight. Two blocks of two 32 KB tiles (K and V, 64 keys of 128) are ~128 KB per SM, where Little's
+# law asks for 30 KB. 128 keys a step at head_dim 64 cost 185 registers and spilled with fp8 keys.
+# 64 rows and more go to wgmma.
 _ATTENTION_SM90: Final[_Table] = (
-    (32, 64, AttentionLaunch(128, 4, 3, 2)),
-    (32, 128, AttentionLaunch(64, 4, 3, 2)),
-    (32, 256, AttentionLaunch(32, 4, 3, 2)),
-    (64, 64, AttentionLaunch(128, 4, 3, 2)),
+    (32, 64, AttentionLaunch(64, 4, 5, 3)),
+    (32, 128, AttentionLaunch(64, 4, 5, 2)),
+    (32, 256, AttentionLaunch(32, 4, 5, 2)),
+    (64, 64, AttentionLaunch(64, 4, 5, 2)),
     (64, 128, AttentionLaunch(64, 4, 3, 2)),
     (64, 256, AttentionLaunch(64, 8, 2, 1)),
     (128, 128, AttentionLaunch(64, 8, 3, 1)),
     (128, 256, AttentionLaunch(64, 8, 2, 1)),
 )
-# B200/B300, never run. 8 TB/s over 148 SMs asks for 60 KB in flight per SM, hence larger key tiles
-# where mma.sync is used (rows <= 32). tcgen05 wants 64 or 128 rows and keeps its accumulator in
-# tensor memory, so registers do not limit the 128-row tile: 4 warps suffice at head_dim <= 128.
+# B200/B300, never run. 8 TB/s over 148 SMs asks for 60 KB in flight per SM, which the Hopper tiles
+# already hold. tcgen05 wants 64 or 128 rows; its accumulator lives in tensor memory but is rescaled
+# through registers, and 4 warps spilled at 128 rows, hence 8; at head_dim 256, 64 keys spilled too.
 _ATTENTION_SM100: Final[_Table] = (
-    (32, 64, AttentionLaunch(128, 4, 3, 2)),
-    (32, 128, AttentionLaunch(64, 4, 3, 2)),
-    (32, 256, AttentionLaunch(32, 4, 3, 2)),
+    (32, 64, AttentionLaunch(64, 4, 5, 3)),
+    (32, 128, AttentionLaunch(64, 4, 5, 2)),
+    (32, 256, AttentionLaunch(32, 4, 5, 2)),
     (64, 128, AttentionLaunch(64, 4, 3, 1)),
     (64, 256, AttentionLaunch(64, 8, 2, 1)),
-    (128, 128, AttentionLaunch(64, 4, 3, 1)),
-    (128, 256, AttentionLaunch(64, 8, 2, 1)),
+    (128, 128, AttentionLaunch(64, 8, 3, 1)),
+    (128, 256, AttentionLaunch(32, 8, 2, 1)),
 )
 # RTX PRO 6000 (sm_120), never run: mma.sync as on Ampere and only 99 KB of shared memory, so two
-# stages where Ampere has three and narrower key tiles at head_dim 256.
+# stages where Ampere has three and narrower key tiles at head_dim 256. 128 rows of 256 spilled 192
+# to 950 bytes in every variant tried.
 _ATTENTION_SM120: Final[_Table] = (
     (32, 64, AttentionLaunch(64, 4, 3, 1)),
     (32, 128, AttentionLaunch(64, 4, 2, 1)),
@@ -106,7 +109,6 @@ _ATTENTION_SM120: Final[_Table] = (
     (64, 128, AttentionLaunch(32, 4, 2, 1)),
     (64, 256, AttentionLaunch(16, 4, 2, 1)),
     (128, 128, AttentionLaunch(32, 8, 2, 1)),
-    (128, 256, AttentionLaunch(16, 8, 2, 1)),
 )
 _ATTENTION: Final[dict[int, _Table]] = {
     80: _ATTENTION_SM80,
@@ -117,14 +119,23 @@ _ATTENTION: Final[dict[int, _Table]] = {
 }
 
 
-def attention_launch(arch: int, query_rows: int, head_dim: int) -> AttentionLaunch:
+def max_query_rows(arch: int, head_dim: int) -> int:
+    """Most query rows a tile may have; longer query chunks take several tiles."""
+    return max((rows for rows, dim, _ in _ATTENTION[arch] if head_dim <= dim), default=0)
+
+
+def attention_launch(
+    arch: int, query_rows: int, head_dim: int, cache_bytes: int = 2
+) -> AttentionLaunch:
     """Launch of the ragged attention kernel for a query tile of `query_rows` rows."""
     for rows, dim, launch in _ATTENTION[arch]:
         if query_rows <= rows and head_dim <= dim:
-            return launch
+            # Widening fp8 keys takes registers; a deeper pipeline than 3 spilled 8 to 24 bytes.
+            stages = launch.num_stages if cache_bytes > 1 else min(launch.num_stages, 3)
+            return replace(launch, num_stages=stages)
     raise ValueError(
         f"no attention launch for {query_rows} query rows and head_dim {head_dim} on sm_{arch}; "
-        "the kernel covers 128 rows and head_dim 256"
+        f"the kernel covers {max_query_rows(arch, head_dim)} rows there, and head_dim up to 256"
     )
 
 
@@ -156,13 +167,17 @@ _W2_STAGE_BYTES: Final = {80: 16_384, 90: 32_768, 100: 32_768, 103: 32_768, 120:
 def draft_launch(arch: int, num_reqs: int, rank: int, element_size: int) -> DraftLaunch:
     """Launch of the fused drafting head.
 
-    Rows: 16 is the narrowest mma tile, and padding is cheap since the kernel is bound by W2's bytes;
-    from 33 requests on, 64 rows engage wgmma (sm_90) or tcgen05 (sm_100, never run). Columns: what
-    one stage of W2 allows, 32..128. sm_120 (never run) has 99 KB: one block, small stages.
+    Rows: 16 is the narrowest mma tile, and padding is cheap since the kernel is bound by W2's
+    bytes; from 33 requests on, 64 rows engage wgmma (sm_90) or tcgen05 (sm_100, never run).
+    Columns: what one stage of W2 allows, 32..128. sm_120 (never run) has 99 KB: one block, small
+    stages.
     """
     rows = 16 if num_reqs <= 16 else 32 if num_reqs <= 32 else 64
     width = 1 << (max(rank, 16) - 1).bit_length()
-    block_v = min(max(_W2_STAGE_BYTES[arch] // (width * element_size), 32), 128)
+    # 64 rows keep 32 KB of latents too: half the stage leaves room for a second block, whose warps
+    # draw noise while the first one's wait for memory.
+    stage_bytes = _W2_STAGE_BYTES[arch] // (2 if rows == 64 else 1)
+    block_v = min(max(stage_bytes // (width * element_size), 32), 128)
     # 16 noisy scores per thread of 4 warps; 32 need over 240 registers unless wgmma holds the sums.
     block_v = min(block_v, 64 if rows > 16 else 128)
     stages = 3 if block_v * width * element_size > 8192 else 4

@@ -1,9 +1,9 @@
 """The drafter's sequential head, fused: one pass over W2 and the base logits per drafted column.
 
-For column k (notation of ``reference.py``): every program owns a slice of the draft vocabulary and a
-block of requests, forms scale * (softcap(base_k) + W2 y_k) tile by tile, stores the row the rejection
-test will divide by, adds Gumbel noise and keeps a running (maximum, lowest id). Partial maxima
-[2, R, parts] are reduced by whoever needs the token next:
+For column k (notation of ``reference.py``): every program owns a slice of the draft vocabulary and
+a block of requests, forms scale * (softcap(base_k) + W2 y_k) tile by tile, stores the row the
+rejection test will divide by, adds Gumbel noise and keeps a running (maximum, lowest id). Partial
+maxima [2, R, parts] are reduced by whoever needs the token next:
     vanilla head, few rows   the next column's programs themselves (K + 1 launches in all)
     otherwise                a small kernel that also evaluates the gated or rnn latent y_k (2K + 1)
 The last launch writes the last token and the confidences of all columns.
@@ -36,9 +36,16 @@ class TritonDraftOps:
     """`DraftOps` for one loaded head; buffers are made once, for up to `max_reqs` requests."""
 
     def __init__(
-        self, head: DraftHead, max_reqs: int, num_columns: int, vocab: int, device: torch.device
+        self,
+        head: DraftHead,
+        max_reqs: int,
+        num_columns: int,
+        vocab: int,
+        device: torch.device,
+        launch: DraftLaunch | None = None,  # overrides the table (benchmark sweeps)
     ) -> None:
         self.head = head
+        self._override = launch
         self.device = describe_device(device)
         self.max_reqs, self.num_columns, self.vocab = max_reqs, num_columns, vocab
         parts = max(
@@ -68,6 +75,8 @@ class TritonDraftOps:
             self._state = torch.empty(2 * max_reqs * rank, dtype=torch.float32, device=device)
 
     def _launch(self, num_reqs: int) -> DraftLaunch:
+        if self._override is not None:
+            return self._override
         markov = self.head.markov
         rank = 16 if markov is None else markov.rank
         size = 2 if markov is None else markov.w2.element_size()
@@ -85,6 +94,8 @@ class TritonDraftOps:
                 f"base_logits {tuple(batch.base_logits.shape)} does not fit buffers made for "
                 f"[{self.max_reqs}, {self.num_columns}, {self.vocab}]"
             )
+        if batch.base_logits.stride(2) != 1 or batch.hidden.stride(2) != 1:
+            raise ValueError("base_logits and hidden must have contiguous rows")
         launch = self._launch(num_reqs)
         num_parts = launch.num_parts(num_reqs, vocab, self.device)
         markov = head.markov

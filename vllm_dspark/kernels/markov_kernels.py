@@ -235,7 +235,8 @@ def latent_kernel(
     if KIND == 0:
         latent = embed_out.to(tl.float32)
     else:
-        hidden_at = (row64 * NUM_COLUMNS + column)[:, None] * (RANK * (KIND * 2 - 1)) + outs[None, :]
+        width: tl.constexpr = RANK * (KIND * 2 - 1)  # gated: rank, rnn: 3 rank
+        hidden_at = (row64 * NUM_COLUMNS + column)[:, None] * width + outs[None, :]
         gate = tl.load(projected_ptr + hidden_at, mask=out_mask, other=0.0).to(tl.float32)
         if KIND == 2:
             at = projected_ptr + hidden_at + RANK
@@ -247,7 +248,9 @@ def latent_kernel(
             in_rank = ranks < RANK
             row_mask = live[:, None] & in_rank[None, :]
             mask = in_rank[:, None] & in_out[None, :]
-            embed = tl.load(w1_ptr + token[:, None] * RANK + ranks[None, :], mask=row_mask, other=0.0)
+            embed = tl.load(
+                w1_ptr + token[:, None] * RANK + ranks[None, :], mask=row_mask, other=0.0
+            )
             embed = embed.to(proj_ptr.dtype.element_ty)
             weight_at = proj_ptr + outs[None, :] * stride_proj + ranks[:, None]
             if KIND == 1:

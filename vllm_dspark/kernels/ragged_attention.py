@@ -1,18 +1,19 @@
 """Paged attention for verification: any mix of window lengths and prefill chunks in one launch.
 
-Layout. K and V are views [num_blocks, block_size, num_kv_heads, head_dim] of vLLM's cache with equal
-strides and a contiguous last dimension, whatever the physical order (vLLM 0.32 hands a backend
-[num_blocks, num_kv_heads, block_size, 2 * head_dim]: ``cache.transpose(1, 2).split(head_dim, -1)``).
-A query row of token t and head h sees key j of its request when, with p the token's position,
-    causal:      p - window < j <= p            non-causal: |p - j| < window  (no window: all j)
-    score        = cap(scale * k_scale * q.k),  cap(x) = soft_cap * tanh(x / soft_cap)
-    output       = v_scale * sum_j softmax(scores)_j v_j; a sink adds exp(sink_h) to the denominator
+Layout. K and V are views [num_blocks, block_size, num_kv_heads, head_dim] of vLLM's cache with
+equal strides and a contiguous last dimension, whatever the physical order (vLLM 0.32 hands a
+backend [num_blocks, num_kv_heads, block_size, 2 * head_dim], of which K and V are
+``cache.transpose(1, 2).split(head_dim, -1)``). A query of position p sees key j
+    causal       if p - window < j <= p
+    non-causal   if |p - j| < window                     (no window: every j)
+    score_j = cap(scale * k_scale * q . k_j),            cap(x) = soft_cap * tanh(x / soft_cap)
+    output  = v_scale * sum_j softmax(score)_j v_j,      a sink adds exp(sink_h) to the denominator
 
-Row m of a tile is token m // group, head m % group of the KV head: one request's window x group rows
-fill an MMA tile and read each key once. ``attention_plan`` says which rows and keys each program
-takes; programs past the step's item count leave at once, so one captured launch serves every
-composition of its padded size. Chunked tiles leave normalised partial outputs and base-2 log-sum-exp
-in scratch; a second launch combines them (no atomics: bitwise repeatable).
+Row m of a tile is token m // group, head m % group of the KV head: one request's window x group
+rows fill an MMA tile and read each key once. ``attention_plan`` says which rows and keys each
+program takes; programs past the step's item count leave at once, so one captured launch serves
+every composition of its padded size. Chunked tiles leave normalised partial outputs and base-2
+log-sum-exp in scratch; a second launch combines them (no atomics: bitwise repeatable).
 """
 
 import math
@@ -29,7 +30,7 @@ from vllm_dspark.kernels.attention_plan import (
     attention_geometry,
     plan_attention,
 )
-from vllm_dspark.kernels.launch import describe_device
+from vllm_dspark.kernels.launch import AttentionLaunch, describe_device
 
 LOG2E = 1.4426950408889634
 _MERGE_CHUNKS = 8  # partial results a merge program reads at once
@@ -377,11 +378,12 @@ class RaggedAttention:
         max_query_len: int,
         device: torch.device,
         scale: float | None = None,
+        launch: AttentionLaunch | None = None,
     ) -> None:
         self.shape = shape
         self.scale = 1.0 / math.sqrt(shape.head_dim) if scale is None else scale
         self.geometry = attention_geometry(
-            shape, max_reqs, max_tokens, max_query_len, describe_device(device)
+            shape, max_reqs, max_tokens, max_query_len, describe_device(device), launch
         )
         self.workspace = attention_workspace(shape, self.geometry, device)
 

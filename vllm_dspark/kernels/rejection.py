@@ -3,18 +3,18 @@
 The rules are those of ``reference.py``. Launches (S parts share a row's vocabulary):
     row_stats    [R, K+1, S]  maximum, sum and argmax of each target row; maximum and sum of each
                               cached draft row over its temperature
-    judge        [R]          p(x), q(x) of all columns at once; accepted prefix (standard, greedy) or
-                              the joint ratios (block)
+    judge        [R]          p(x), q(x) of all columns at once; accepted prefix (standard, greedy)
+                              or the joint ratios (block)
     block_mass   [R, K+1, S]  block only: sum(max(ratio_i p_i - q_i, 0))
     block_judge  [R]          block only: the longest passing prefix
-    resample     [R, S]       argmax(log w + Gumbel) over the row after the accepted prefix, w from the
-                              residual and, for when that is empty, from p
+    resample     [R, S]       argmax(log w + Gumbel) over the row after the accepted prefix, w from
+                              the residual and, for when that is empty, from p
     outcome      [R]          tokens and the record of the step
 Every row is read once, and one more row per request to resample. Windows may come in any chunks: a
 request's result depends on its own rows, seed and positions only.
 
-Probabilities are float32 relative to the row's maximum (the reference: float64), so an acceptance test
-can differ from the reference where u q and p agree to about 1e-6, and nowhere else.
+Probabilities are float32 relative to the row's maximum (the reference: float64), so an acceptance
+test can differ from the reference where u q and p agree to about 1e-6, and nowhere else.
 """
 
 import torch
@@ -35,7 +35,10 @@ _BLOCK_V = 2048
 
 
 class TritonRejectOps:
-    """`RejectOps` with buffers for up to `max_reqs` requests; the outcome is valid until the next call."""
+    """`RejectOps` with buffers for up to `max_reqs` requests.
+
+    An outcome is valid until the next call.
+    """
 
     def __init__(self, max_reqs: int, num_drafts: int, vocab: int, device: torch.device) -> None:
         self.max_reqs, self.num_drafts, self.vocab = max_reqs, num_drafts, vocab

@@ -80,9 +80,7 @@ def row_stats_kernel(
     width = tl.cdiv(tl.cdiv(vocab, num_parts), 16) * 16
     first = part * width
     target_row = target_ptr + row.to(tl.int64) * stride_target
-    top, total, index = _row_sum(
-        target_row, first, tl.minimum(first + width, vocab), 1.0, BLOCK_V
-    )
+    top, total, index = _row_sum(target_row, first, tl.minimum(first + width, vocab), 1.0, BLOCK_V)
     tl.store(stats_ptr + at, top)
     tl.store(stats_ptr + plane + at, total)
     tl.store(argmax_ptr + at, index)

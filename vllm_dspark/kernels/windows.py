@@ -1,18 +1,18 @@
 """Windows on the device: from confidences and a budget to per-request lengths and row maps.
 
 Equal, bit for bit, to ``planning.allocation`` on the same float32 acceptances:
-    a_k   = c_0 * ... * c_k, multiplied left to right; an entry that is no probability, and a row that
-            may not be used, is the prior
+    a_k   = c_0 * ... * c_k, multiplied left to right; an entry that is no probability, and a row
+            that may not be used, is the prior
     key   = 2 below the request's floor, -1 at or past its capacity, else a_k
     admit = the `budget` first of all drafts by (key descending, position, request)
 Keys in {-1} and [0, 2] order like their bit patterns as int32, so the budget-th key is found by
-deciding 31 bits from the top, each with one count over the step's drafts; ties are admitted in C order
-of [K, R]. A budget outside [sum of floors, sum of capacities] is moved to the nearer end, for a launch
-cannot refuse. Padded requests have num_rows 0.
+deciding 31 bits from the top, each with one count over the step's drafts; ties are admitted in C
+order of [K, R]. A budget outside [sum of floors, sum of capacities] is moved to the nearer end, for
+a launch cannot refuse. Padded requests have num_rows 0.
 
 Launch 1, one program: admitted, windows, offsets. Launch 2, one program per request: row maps.
-With `temperature` given, c is first calibrated (sigmoid(logit(c) * slope + offset), greedy or sampled
-parameters); that uses the device's exp and log and is equal to the oracle only to rounding.
+With `temperature` given, c is first calibrated (sigmoid(logit(c) * slope + offset), greedy or
+sampled parameters); that uses the device's exp and log and is equal to the oracle only to rounding.
 """
 
 from dataclasses import dataclass
@@ -48,8 +48,8 @@ class WindowBuffers:
         num_reqs: int, max_rows: int, max_logits: int, device: torch.device
     ) -> "WindowBuffers":
         """Buffers for up to `num_reqs` requests."""
-        sizes = (num_reqs, num_reqs, num_reqs + 1, num_reqs + 1)
-        sizes += (max_rows, max_logits, 2, num_reqs + 1)
+        offsets = num_reqs + 1
+        sizes = [num_reqs, num_reqs, offsets, offsets, max_rows, max_logits, 2, offsets]
         return WindowBuffers(
             *(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
         )

@@ -1,0 +1,72 @@
+"""Launch choices: complete tables, vocabularies covered once, buffers that hold any step."""
+
+import random
+
+import pytest
+
+from vllm_dspark.kernels.attention_plan import AttentionShape, attention_geometry
+from vllm_dspark.kernels.launch import (
+    ARCHITECTURES,
+    attention_launch,
+    draft_launch,
+    max_query_rows,
+    rejection_parts,
+    typical_device,
+)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_shape_has_a_launch(arch):
+    for head_dim in (64, 80, 96, 128, 192, 256):
+        assert max_query_rows(arch, head_dim) >= 64
+        for rows in (16, 32, 64):
+            attention_launch(arch, rows, head_dim)
+    with pytest.raises(ValueError, match="head_dim 512"):
+        attention_launch(arch, 16, 512)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_vocabulary_is_covered_without_idle_programs(arch):
+    device = typical_device(arch)
+    for num_reqs in (1, 16, 17, 64, 65, 512):
+        for rank in (16, 256, 512):
+            for vocab in (32_000, 128_256, 151_936, 262_144):
+                launch = draft_launch(arch, num_reqs, rank, 2)
+                parts = launch.num_parts(num_reqs, vocab, device)
+                tiles = -(-vocab // launch.block_v)
+                per_part = -(-tiles // parts)
+                assert parts * per_part >= tiles
+                assert (parts - 1) * per_part < tiles, "the last program would have nothing to do"
+
+
+def test_rejection_parts_grow_only_while_they_help():
+    device = typical_device(90)
+    assert rejection_parts(device, 512, 8, 151_936) == 1
+    assert rejection_parts(device, 1, 8, 151_936) == 32
+    assert rejection_parts(device, 1, 8, 5_000) == 1
+
+
+def test_plan_buffers_hold_any_step():
+    """The bounds of attention_plan's docstring, over random steps of every geometry."""
+    rng = random.Random(0)
+    for _ in range(2000):
+        group, kv_heads = rng.choice([(4, 8), (3, 3), (8, 8), (1, 32)])
+        max_query = rng.choice([1, 4, 8, 300])
+        num_reqs = rng.randint(1, 40)
+        shape = AttentionShape(group * kv_heads, kv_heads, rng.choice([64, 128]))
+        query = [rng.randint(0, max_query) for _ in range(num_reqs)]
+        seq = [q + rng.choice([0, 5, 700, 40_000]) for q in query]
+        geometry = attention_geometry(
+            shape, num_reqs, max(sum(query), num_reqs), max_query, typical_device(90)
+        )
+        block_n, tile = geometry.launch.block_n, geometry.tile_tokens
+        tiles = [-(-q // tile) for q in query]
+        spans = [-(-s // block_n) for s in seq]
+        total = sum(t * s for t, s in zip(tiles, spans, strict=True))
+        chunk = max(-(-total // geometry.target), geometry.min_chunk_blocks)
+        chunks = [max(-(-s // chunk), 1) for s in spans]
+        rows = [t * c for t, c in zip(tiles, chunks, strict=True)]
+        split = [i for i, c in enumerate(chunks) if c > 1]
+        assert sum(rows) <= geometry.max_items
+        assert sum(rows[i] for i in split) <= geometry.max_partials
+        assert sum(tiles[i] for i in split) <= geometry.max_merges
