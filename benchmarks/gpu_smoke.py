@@ -55,10 +55,8 @@ def main() -> None:
             done = subprocess.run(
                 command, timeout=left, capture_output=True, text=True, check=False
             )
-            last = done.stdout.strip().splitlines()[-1:] or ["{}"]
-            results[name] = (
-                json.loads(last[0]) if done.returncode == 0 else {"error": done.stderr[-3000:]}
-            )
+            rows = [line for line in done.stdout.splitlines() if line.startswith('{"init_s"')]
+            results[name] = json.loads(rows[-1]) if rows else {"error": done.stderr[-3000:]}
         except subprocess.TimeoutExpired as expired:
             results[name] = {"error": f"timeout: {str(expired.stderr)[-2000:]}"}
         results["wall_s"] = time.monotonic() - started

@@ -234,6 +234,12 @@ class DSparkConfig(BaseModel):
             )
 
 
+def prometheus_multiproc_folder() -> Path | None:
+    """Folder that several API servers share their metrics in (prometheus_client's variable)."""
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    return Path(folder) if folder else None
+
+
 @dataclass(frozen=True)
 class OptionDoc:
     """One row of the generated option reference."""
@@ -283,3 +289,8 @@ def _suggest(name: str) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return "; options are " + ", ".join(sorted(DSparkConfig.model_fields))
+
+
+def process_environment() -> dict[str, str]:
+    """A copy of this process's environment, for child processes to start from."""
+    return dict(os.environ)

@@ -152,3 +152,18 @@ def test_pruned_argmax_is_the_full_argmax(spread, size):
         words = numeric.key_words(seed, seed * 77, seed % 7, noise.DRAFT)
         got = numeric.gumbel_argmax(scores.numpy(), size, empty, *words, keys)
         assert full[got] >= full.max() - 4e-6 * max(1, abs(float(full.max())))
+
+
+def test_other_integer_types_and_strides():
+    """As an engine hands them over: int32 slots cut from a wider table, rows of larger buffers."""
+    shape = SHAPES["odd"]
+    gen = torch.Generator().manual_seed(8)
+    head, batch = blocks.draft_head(shape, gen), blocks.draft_batch(shape, gen)
+    state = blocks.sampling_state(shape, gen)
+    expected = compare(shape, head, batch, state, torch.float32)
+    table = torch.stack([batch.req_index, batch.req_index + 9], dim=1).to(torch.int32)
+    wide = torch.cat([batch.base_logits, batch.base_logits], dim=-1)[..., : shape.draft_vocab]
+    strided = dataclasses.replace(batch, req_index=table[:, 0], base_logits=wide)
+    got = blocks.draft_output(shape, torch.float32)
+    CpuDraftOps().sample_block(head, strided, state, got)
+    blocks.assert_same_draft(got, expected)

@@ -158,3 +158,19 @@ def test_a_request_is_independent_of_its_batch(ops):
             idx_mapping=batch.idx_mapping[r : r + 1],
         )
         assert torch.equal(ops.reject(alone, state, rule).sampled[0], together.sampled[r])
+
+
+def test_other_integer_types(ops):
+    """vLLM's token ids and slots are int32, its window bounds int32 or int64."""
+    shape = SHAPES["odd"]
+    gen = torch.Generator().manual_seed(9)
+    state = blocks.sampling_state(shape, gen)
+    batch = blocks.reject_batch(shape, gen, state, torch.bfloat16)
+    rule = RejectRule(shape.width)
+    narrow = dataclasses.replace(
+        batch,
+        draft_tokens=batch.draft_tokens.int(),
+        idx_mapping=batch.idx_mapping.int(),
+        cu_num_logits=batch.cu_num_logits.long(),
+    )
+    blocks.assert_same_outcome(ops.reject(narrow, state, rule), ops.reject(batch, state, rule))

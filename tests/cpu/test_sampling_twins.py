@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.cpu.twin_check import compare, interpreted, ints, native
-from vllm_dspark.cpu.noise import gumbel_noise, gumbel_noise64
+from vllm_dspark.cpu.noise import CHUNK, gumbel_noise, gumbel_noise64
 
 STATES = 5
 AWKWARD_VOCABS = (37, 256, 1027)
@@ -111,6 +111,14 @@ def test_a_row_of_a_wider_buffer_is_sampled_within_the_vocabulary() -> None:
     logits = logits_rows(3, 96, torch.float32)
     logits[:, 90:] = 1e9
     arguments = gumbel_arguments(logits, 32, False, vocab_size=90)
+    grid = tuple(arguments["local_argmax_ptr"].shape)
+    compare("sample.gumbel._gumbel_sample_kernel", grid, arguments)
+
+
+def test_noise_is_made_chunk_by_chunk() -> None:
+    """A vocabulary beyond one chunk draws the noise of the kernel in every chunk."""
+    vocab = 2 * CHUNK + 5
+    arguments = gumbel_arguments(torch.zeros(2, vocab), 1024, False)
     grid = tuple(arguments["local_argmax_ptr"].shape)
     compare("sample.gumbel._gumbel_sample_kernel", grid, arguments)
 

@@ -51,7 +51,9 @@ def _random(seed: int) -> dict[str, Any]:
 FULL = {"test_windows": "full"}
 
 VARIANTS = {
-    "K7-defaults": Variant(),  # the planner decides, from a cost table measured at start
+    "K7-planned": Variant(
+        options={"scheduling": True}
+    ),  # the planner decides, from a cost table measured at start
     "K7-full": Variant(options=FULL),
     "K7-random": Variant(options=_random(1)),
     "K7-one": Variant(options={"test_windows": 1}),

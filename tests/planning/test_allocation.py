@@ -38,7 +38,7 @@ def problems(draw):
     return alive, capacity, floor, budget
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(problems())
 def test_equals_the_definition(problem):
     alive, capacity, floor, budget = problem
@@ -49,7 +49,7 @@ def test_equals_the_definition(problem):
     assert (admitted <= capacity).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_gains_are_the_survival_of_what_is_admitted(problem):
     alive, capacity, floor, _ = problem
@@ -63,7 +63,7 @@ def test_gains_are_the_survival_of_what_is_admitted(problem):
     np.testing.assert_allclose(ranking.gains(sparse), expected[::3], rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_admission_of_a_draft_ignores_what_comes_at_or_after_it(problem, seed):
     """Non-anticipation: redrawing request r from draft k on cannot change "k is admitted"."""
@@ -104,7 +104,7 @@ def test_contradicting_bounds_are_refused():
         allocate(alive, np.array([3]), np.array([0]), 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_layout_keeps_the_right_rows(data):
     """Trimming drops exactly the last drafts of each request, prefill rows stay."""

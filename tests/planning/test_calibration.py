@@ -118,6 +118,20 @@ class TestQuality:
         assert auc(np.array([0.5, 0.5, 0.5]), np.array([False, True, True])) == 0.5
         assert auc(np.array([0.5]), np.array([True])) == 0.5
 
+    def test_only_positions_inside_the_window_are_judged(self):
+        """A perfect forecaster stays perfect when windows depend on its own forecasts."""
+        rng = np.random.default_rng(12)
+        _, accepted, truth = drafts(rng, 20_000)
+        alive = np.cumprod(truth, axis=1)
+        admitted = (alive > 0.4).sum(axis=1)
+        seen = np.minimum(accepted, admitted)
+        live = LiveQuality(K)
+        live.observe(alive.T.astype(np.float32), seen, admitted)
+        rows = quality_by_position(alive, seen, admitted)
+        assert [row.count for row in rows] == [(admitted > k).sum() for k in range(K)]
+        assert max(row.ece for row in rows) < 0.03
+        assert live.ece().max() < 0.03
+
     def test_brier(self):
         assert brier(np.array([1.0, 0.5]), np.array([True, True])) == pytest.approx(0.125)
 

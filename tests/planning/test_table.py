@@ -147,7 +147,7 @@ class TestSlots:
 
 
 class TestPairing:
-    def run(self, row_first, steps=1200, stamp_shift=0):
+    def run(self, row_first, steps=2400, stamp_shift=0):
         one, rng = table(), np.random.default_rng(0)
         ids = [f"r{i}" for i in range(16)]
         for i, request in enumerate(ids):
@@ -243,6 +243,29 @@ class TestPosterior:
             self.feed(posterior, [rate, 1 - rate], 300)
             estimate = posterior.estimate(np.arange(2), np.array([True, False]))
             assert ((estimate > 0) & (estimate < 1)).all()
+
+    def test_alike_requests_are_ranked_alike_and_unlike_ones_are_not(self):
+        alike, unlike = AcceptancePosterior(K, 40), AcceptancePosterior(K, 40)
+        self.feed(alike, [0.8] * 40, 400)
+        self.feed(unlike, [0.95, 0.5] * 20, 400)
+        none = np.zeros(40, dtype=bool)
+        spread = [one.estimate(np.arange(40), none)[0].std() for one in (alike, unlike)]
+        assert spread[0] < 0.02  # sampling noise of 40 trials alone is 0.06
+        assert spread[1] > 0.12
+
+    def test_requests_without_trials_do_not_break_the_shrinkage(self):
+        posterior = AcceptancePosterior(K, 40)
+        for _ in range(100):
+            admitted = np.where(np.arange(40) < 20, 0, K)
+            posterior.observe(
+                np.arange(40),
+                admitted,
+                admitted,
+                np.zeros(40, dtype=bool),
+                np.ones(40, dtype=bool),
+                np.arange(40),
+            )
+        assert np.isfinite(posterior.estimate(np.arange(40), np.zeros(40, dtype=bool))).all()
 
     def test_newcomers_are_known_once_others_have_been_watched(self):
         posterior = AcceptancePosterior(K, 3)

@@ -1,4 +1,4 @@
-"""Builders of random drafting and rejection inputs, awkward on purpose, and how to compare results."""
+"""Builders of random drafting and rejection inputs, awkward on purpose, and their comparison."""
 
 from dataclasses import dataclass
 
@@ -77,9 +77,9 @@ def draft_batch(
     anchor[slots < 0] = 2**40  # a padded row's anchor must not be used
     start = torch.randint(0, 9000, (shape.rows, 1), generator=gen)
     return DraftBatch(
-        base_logits=(
-            torch.randn(shape.rows, shape.width, shape.draft_vocab, generator=gen) * 2
-        ).to(dtype),
+        base_logits=(torch.randn(shape.rows, shape.width, shape.draft_vocab, generator=gen) * 2).to(
+            dtype
+        ),
         hidden=torch.randn(shape.rows, shape.width, shape.hidden, generator=gen).to(dtype),
         anchor=anchor,
         req_index=slots,

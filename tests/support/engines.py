@@ -59,18 +59,17 @@ def engine(target: Path, speculative: dict[str, Any] | None = None, **overrides:
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
 
 
-def dspark(drafter: Path, options: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+def dspark(drafter: Path, options: Any = None, **changes: Any) -> dict[str, Any]:
     """A speculative config for `drafter`.
 
-    Scheduling is off unless `options` says otherwise: at start-up it would measure a cost table
+    Scheduling is off unless `options` names it: at start-up it would measure a cost table
     (seconds, and noise that decides windows) which most tests are not about.
     """
-    return {
-        "method": "dspark",
-        "model": str(drafter),
-        **changes,
-        "dspark": {"scheduling": False, **(options or {})},
-    }
+    config = {"method": "dspark", "model": str(drafter), **changes}
+    if options is None:
+        options = {}
+    config["dspark"] = {"scheduling": False, **options} if isinstance(options, dict) else options
+    return config
 
 
 def scheduler_of(llm: Any) -> Any:

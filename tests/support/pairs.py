@@ -223,9 +223,12 @@ def _markov_weights(
         )
         weights["markov_head.gate_proj.bias"] = torch.full((rank,), 4.0)
     elif spec.head_type == "rnn":
-        weights["markov_head.joint_proj.weight"] = (
-            torch.randn(3 * rank, 2 * rank + spec.hidden, generator=generator) * 0.05
-        )
+        joint = torch.randn(3 * rank, 2 * rank + spec.hidden, generator=generator) * 0.05
+        if spec.kind == "markov":
+            # The output repeats the embedding (tanh(0.3 e) / 0.3 is nearly e), the state disturbs.
+            joint[2 * rank :, rank : 2 * rank] += 0.3 * torch.eye(rank)
+            weights["markov_head.markov_w2.weight"] = w2 / 0.3
+        weights["markov_head.joint_proj.weight"] = joint
         weights["markov_head.joint_proj.bias"] = torch.zeros(3 * rank)
     return weights
 

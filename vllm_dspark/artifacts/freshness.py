@@ -55,6 +55,7 @@ def planner_options(
 ) -> PlannerOptions:
     """The planner's options from the user's."""
     return PlannerOptions(
+        enabled=resolution.scheduling,
         min_gain=config.confidence_min_predicted_gain,
         hysteresis_steps=config.hysteresis_steps,
         drain_guard=config.drain_guard,

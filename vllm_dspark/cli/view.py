@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -95,7 +96,11 @@ def answer_panel(title: str, prompt: Prompt, completion: Completion) -> Panel:
 
 def result_table(report: Report) -> Table:
     """The closing table."""
-    table = Table(title="SmolLM2-135M-Instruct, greedy unless T says otherwise")
+    table = Table(
+        title="SmolLM2-135M-Instruct; plain: vLLM without speculation",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for name in HEADER:
         table.add_column(name, justify="left" if name in ("engine", "identical") else "right")
     for row in report.rows:

@@ -61,7 +61,7 @@ def _store_rounded(logits, cache_row, d2t):  # type: ignore[no-untyped-def]
 # Python's error model would test every division for zero and keep the loop scalar.
 @njit(cache=True, nogil=True, error_model="numpy")
 def _draft_column(  # type: ignore[no-untyped-def]
-    # [R, V] of this column
+    # [R, K, V]
     base,
     scale,
     # [R, V] float32: the Markov bias; scratch afterwards
@@ -69,7 +69,7 @@ def _draft_column(  # type: ignore[no-untyped-def]
     # [M, K, >= V], or empty
     cache,
     column,
-    # [R]: slot (-1: padded), position
+    # [R] slot (-1: padded), [R, K]
     slots,
     position,
     # [M]
@@ -79,26 +79,26 @@ def _draft_column(  # type: ignore[no-untyped-def]
     d2t,
     # [blocks of V] int32 scratch
     block_keys,
-    # [R] int64 target ids, written
+    # [R, K] int64 target ids, written
     tokens,
 ):
-    vocab = base.shape[1]
+    vocab = base.shape[2]
     for row in range(base.shape[0]):
         slot = slots[row]
         if slot < 0:
             continue
         scores = logits[row]
-        _add_base(base[row], scale, scores)
+        _add_base(base[row, column], scale, scores)
         heat = temperature[slot]
         if heat > 0 and cache.size:
             _store_rounded(scores, cache[slot, column], d2t)
             for t in range(vocab):
                 scores[t] = scores[t] / heat
-            lo, hi = key_words(seeds[slot], position[row], column, _DRAFT)
+            lo, hi = key_words(seeds[slot], position[row, column], column, _DRAFT)
             drawn = gumbel_argmax(scores, vocab, d2t, lo, hi, block_keys)
         else:
             drawn, _ = argmax(scores, vocab)
-        tokens[row] = drawn + d2t[drawn] if d2t.size else drawn
+        tokens[row, column] = drawn + d2t[drawn] if d2t.size else drawn
 
 
 def as_elements(tensor: torch.Tensor) -> Array:
@@ -106,6 +106,12 @@ def as_elements(tensor: torch.Tensor) -> Array:
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.int16)
     view: Array = tensor.detach().numpy()
+    return view
+
+
+def as_indices(tensor: torch.Tensor) -> Array:
+    """Contiguous int64 view, a copy only if it is not one: one layout, one compilation."""
+    view: Array = tensor.long().contiguous().numpy()
     return view
 
 
@@ -122,7 +128,7 @@ class _Prepared:
 
 def _prepare(head: DraftHead) -> _Prepared:
     w2t = None if head.markov is None else head.markov.w2.detach().float().T.contiguous()
-    d2t = np.empty(0, np.int64) if head.d2t is None else head.d2t.long().contiguous().numpy()
+    d2t = np.empty(0, np.int64) if head.d2t is None else as_indices(head.d2t)
     return _Prepared(head, w2t, d2t)
 
 
@@ -148,13 +154,13 @@ class CpuDraftOps:
     ) -> None:
         num_rows, width, vocab = batch.base_logits.shape
         weights = self._weights(head)
-        base = as_elements(_plain_logits(batch.base_logits, head.soft_cap))
+        base = as_elements(_plain_logits(batch.base_logits, head.soft_cap).contiguous())
         scratch = self._scratch(num_rows, vocab)
         block_keys = np.empty(-(-vocab // BLOCK), np.int32)
         cache = _cache_elements(out.logits_cache)
-        slots = batch.req_index.numpy()
-        position, tokens = batch.position.numpy(), out.tokens.numpy()
-        temperature, seeds = state.temperature.numpy(), state.seeds.numpy()
+        slots = as_indices(batch.req_index)
+        position, tokens = as_indices(batch.position), out.tokens.numpy()
+        temperature, seeds = as_elements(state.temperature), as_indices(state.seeds)
 
         rank = head.markov.rank if head.markov else 0
         embeds = torch.empty(num_rows, width, rank)
@@ -173,8 +179,8 @@ class CpuDraftOps:
             else:
                 torch.mm(latent, weights.w2t, out=scratch)
             _draft_column(
-                base[:, k], np.float32(head.logit_scale), scratch.numpy(), cache, k,
-                slots, position[:, k], temperature, seeds, weights.d2t, block_keys, tokens[:, k],
+                base, np.float32(head.logit_scale), scratch.numpy(), cache, k,
+                slots, position, temperature, seeds, weights.d2t, block_keys, tokens,
             )  # fmt: skip
             prev = out.tokens[:, k].masked_fill(batch.req_index < 0, 0)
         if head.confidence is not None and out.confidence_logits is not None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from vllm_dspark.cpu.draft_ops import as_elements
+from vllm_dspark.cpu.draft_ops import as_elements, as_indices
 from vllm_dspark.cpu.numeric import (
     BLOCK,
     KEY_NEG_INF,
@@ -361,14 +361,14 @@ class CpuRejectOps:
         if rule.synthetic_rates is not None and rule.method == "block":
             raise DSparkError("synthetic acceptance rates need method 'standard', not 'block'")
         _reject_all(
-            as_elements(batch.target_logits.float()),
+            as_elements(batch.target_logits.float().contiguous()),
             _draft_elements(batch.draft_logits),
-            batch.draft_tokens.numpy(),
-            batch.cu_num_logits.numpy(),
-            batch.pos.numpy(),
-            batch.idx_mapping.numpy(),
-            state.temperature.numpy(),
-            state.seeds.numpy(),
+            as_indices(batch.draft_tokens),
+            as_indices(batch.cu_num_logits),
+            as_indices(batch.pos),
+            as_indices(batch.idx_mapping),
+            as_elements(state.temperature),
+            as_indices(state.seeds),
             _rates(rule),
             _BLOCK_JOINT if rule.method == "block" else _STANDARD,
             sampled.numpy(),

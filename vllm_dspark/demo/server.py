@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from vllm_dspark.config import process_environment
 from vllm_dspark.demo.client import MODEL, Client, ServerError
 
 START_TIMEOUT_S = 900.0
@@ -49,10 +50,10 @@ class ServeSettings:
 # general plugins, none of our Triton backend, the V1 runner.
 V1 = EngineSpec(
     "v1",
-    "V1, no speculation",
+    "V1 plain",
     {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_PLUGINS": "", "TRITON_BACKENDS_IN_TREE": "1"},
 )
-V2 = EngineSpec("v2", "V2, no speculation", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+V2 = EngineSpec("v2", "V2 plain", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
 
 
 def dspark(drafter: Path) -> EngineSpec:
@@ -86,8 +87,9 @@ class Server:
         self.spec = spec
         self.log_path = folder / f"{spec.name}.log"
         socket_path = folder / f"{spec.name}.sock"
+        socket_path.unlink(missing_ok=True)  # of an earlier run with the same log folder
         self.client = Client(socket_path)
-        environment = {**os.environ, **OFFLINE, **spec.environment}
+        environment = {**process_environment(), **OFFLINE, **spec.environment}
         # Each engine decides anew; a value of the caller would turn all of them into one kind.
         if "VLLM_USE_V2_MODEL_RUNNER" not in spec.environment:
             environment.pop("VLLM_USE_V2_MODEL_RUNNER", None)

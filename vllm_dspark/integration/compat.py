@@ -44,17 +44,27 @@ def install_config_hook() -> None:
 def _create(
     stock: CreateSpeculativeConfig, args: Any, target_model: Any, target_parallel: Any
 ) -> Any:
-    """Take our options out, let vLLM build its config, then settle what runs."""
-    options = _take_options(args)
-    _keep_runner_choice(args, target_parallel)
-    if options is not None and not options.enabled:
-        return stock(args, target_model, target_parallel)
-    if _names_dspark(args):
-        from vllm_dspark.integration import preflight
+    """Take our options out, let vLLM build its config, then settle what runs.
 
-        preflight.check_request(args.speculative_config, args.spec_model, target_model)
-    speculative = stock(args, target_model, target_parallel)
-    if speculative is None or not speculative.use_dspark():
+    `args.speculative_config` is given back as it was: vLLM builds several configs from one
+    EngineArgs, and each must find the user's own words.
+    """
+    given = args.speculative_config
+    options = _take_options(args)
+    off = options is not None and not options.enabled
+    try:
+        if _names_dspark(args) and not off:
+            from vllm_dspark.integration import preflight
+
+            preflight.check_request(args, target_model)
+        speculative = stock(args, target_model, target_parallel)
+    finally:
+        args.speculative_config = given
+    is_dspark = speculative is not None and speculative.use_dspark()
+    _keep_runner_choice(is_dspark, target_parallel)
+    if off:
+        return speculative
+    if not is_dspark:
         if options is not None:
             method = getattr(speculative, "method", None)
             raise DSparkConfigError(
@@ -69,21 +79,14 @@ def _create(
 
 
 def _take_options(args: Any) -> DSparkConfig | None:
-    """Move `"dspark": {...}` out of a copy of the user's dict; None when absent.
-
-    A second config built from the same EngineArgs finds the options of the first one in the
-    additional config, where `settle` has put them.
-    """
-    from vllm_dspark.integration.carrier import CarriedOptions
-
+    """Move `"dspark": {...}` out of a copy of the user's dict; None when absent."""
     given = args.speculative_config
-    if isinstance(given, dict) and "dspark" in given:
-        remaining = dict(given)
-        options = DSparkConfig.from_mapping(remaining.pop("dspark"))
-        args.speculative_config = remaining
-        return options
-    carried = (args.additional_config or {}).get("dspark")
-    return carried.config if isinstance(carried, CarriedOptions) else None
+    if not isinstance(given, dict) or "dspark" not in given:
+        return None
+    remaining = dict(given)
+    options = DSparkConfig.from_mapping(remaining.pop("dspark"))
+    args.speculative_config = remaining
+    return options
 
 
 def _names_dspark(args: Any) -> bool:
@@ -91,18 +94,28 @@ def _names_dspark(args: Any) -> bool:
     return "dspark" in (given.get("method"), args.spec_method)
 
 
-def _keep_runner_choice(args: Any, target_parallel: Any) -> None:
+_pinned_runner = False  # whether the runner switch in the environment is ours
+
+
+def _keep_runner_choice(is_dspark: bool, target_parallel: Any) -> None:
     """Leave the choice of runner as it was before our Triton entry point made V2 possible.
 
     On vLLM's CPU build V2 needs a Triton backend named "cpu", which we supply for DSpark. A start
     without DSpark must not change runner because of that; one that asks for V2 by environment
-    gets it with native kernels, through our worker class.
+    gets it with native kernels, through our worker class. A later start with DSpark in the same
+    process takes the pin away again.
     """
-    if not is_cpu_build() or _names_dspark(args):
+    global _pinned_runner  # noqa: PLW0603 - the environment is as global as this note about it
+    if not is_cpu_build():
         return
     asked = os.environ.get(_V2_SWITCH)
-    if asked is None:
+    if is_dspark:
+        if _pinned_runner and asked == "0":
+            del os.environ[_V2_SWITCH]
+        _pinned_runner = False
+    elif asked is None:
         os.environ[_V2_SWITCH] = "0"
+        _pinned_runner = True
     elif asked == "1" and target_parallel.worker_cls in ("auto", CPU_WORKER_STOCK):
         target_parallel.worker_cls = CPU_WORKER
 

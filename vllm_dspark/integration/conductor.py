@@ -5,7 +5,7 @@ tested with plain stand-ins. One conductor per engine, called by the scheduler a
 `schedule` and `update_from_output`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy.typing as npt
 from vllm_dspark.artifacts.freshness import Resolution, planner_options
 from vllm_dspark.artifacts.schema import CostTableRecord
 from vllm_dspark.config import DSparkConfig
-from vllm_dspark.integration.outcomes import RequestOutcome
+from vllm_dspark.integration.metrics_totals import RowTotals, StepTimes
+from vllm_dspark.integration.outcomes import StepOutcomes
 from vllm_dspark.integration.report import StepOrder, StepReport
 from vllm_dspark.planning.cost import CostTable, StepMode
 from vllm_dspark.planning.facts import StepFacts
@@ -50,56 +51,80 @@ class Conductor:
         options: DSparkConfig,
         mode: StepMode,
         *,
-        max_tokens: int,
         device_windows: bool,
     ) -> None:
         self.table = table
         self.planner: Planner | None = None  # made when a cost table is there
+        self.rows = RowTotals()
+        self.times = StepTimes()
         self.step_id = 0
         self._resolution = resolution
         self._options = options
-        self._device_windows = device_windows
+        self.device_windows = device_windows
         self._mode = mode
-        self._max_tokens = max_tokens
         self._draft_stamp = np.zeros(0, dtype=np.int32)  # by slot: pass that made its drafts
+        self._reserved = np.zeros(0, dtype=np.bool_)  # by slot: keeps its full window
         self._generation: dict[str, int] = {}
         self._num_arrived = 0
         if resolution.scheduling and resolution.cost_table is not None:
             self._start_planning(resolution.cost_table)
+        elif options.test_windows is not None:
+            self._start_planning(None)
 
-    def _start_planning(self, table: CostTable) -> None:
-        options = planner_options(self._options, self._resolution, self._device_windows)
-        self.planner = Planner(CostModel(table, online=self._options.online_cost), options)
+    @property
+    def off_reason(self) -> str:
+        """Why nothing is scheduled in this engine; empty if scheduling is on."""
+        return self._resolution.off_reason
+
+    def _start_planning(self, table: CostTable | None) -> None:
+        options = planner_options(self._options, self._resolution, self.device_windows)
+        cost = CostModel(table, online=self._options.online_cost) if table is not None else None
+        self.planner = Planner(cost, options)
 
     # ---- before vLLM schedules
 
     def order(self, drafting: Sequence[Any], outlook: StepOutlook) -> StepOrder:
         """The order for the step about to be scheduled.
 
-        drafting: requests that have drafts, in scheduler order; the plan's windows follow it.
+        drafting: requests that may have drafts, in scheduler order; the plan's windows follow it.
         """
         self.step_id = stamp_next(self.step_id)
         ids = [request.request_id for request in drafting]
-        counts = [len(request.spec_token_ids) for request in drafting]
-        drafted = dict(zip(ids, counts, strict=True))
         slots = self.table.slots(ids)
         draft_stamps = self._stamps(slots)
+        # vLLM keeps placeholders also after a step that drafted nothing.
+        counts = np.array([len(request.spec_token_ids) for request in drafting], dtype=np.int32)
+        counts[draft_stamps == 0] = 0
+        drafted = dict(zip(ids, counts.tolist(), strict=True))
         stamps = dict(zip(ids, draft_stamps.tolist(), strict=True))
         if self.planner is None or not ids:
             return StepOrder(self.step_id, None, drafted, stamps)
-        batch = self.table.batch(slots, np.array(counts, dtype=np.int32), draft_stamps)
-        plan = self.planner.plan(self._facts(outlook), batch)
-        if plan.kind is not PlanKind.TRIM or not self._device_windows:
+        facts = self._facts(outlook)
+        plan = self.planner.shortcut(facts, self.table.owners(slots), counts)
+        if plan is None:
+            batch = self.table.batch(slots, counts, draft_stamps, self._reserved[slots])
+            self.rows.add(batch)
+            plan = self.planner.plan(facts, batch)
+        if plan.kind is not PlanKind.TRIM or not self.device_windows:
             return StepOrder(self.step_id, plan, drafted, stamps)
-        width = batch.num_positions
-        short = {
-            name: ceiling
-            for name, ceiling in zip(ids, batch.capacity.tolist(), strict=True)
-            if ceiling < width
-        }
+        ranking = self.table.ranking_parameters()
         sampled = frozenset(r.request_id for r in drafting if _is_sampled(r))
-        prior = tuple(batch.acceptance.mean(axis=1).tolist())
-        return StepOrder(self.step_id, plan, drafted, stamps, prior, sampled, short)
+        floors, ceilings = self._limits(drafting, slots)
+        return StepOrder(self.step_id, plan, drafted, stamps, ranking, sampled, floors, ceilings)
+
+    def _limits(
+        self, drafting: Sequence[Any], slots: npt.NDArray[np.int64]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Requests that keep all their drafts, and those that cannot emit all of them."""
+        width = self.table.num_positions
+        floors, ceilings = {}, {}
+        for request, reserved in zip(drafting, self._reserved[slots].tolist(), strict=True):
+            left = request.max_tokens - request.num_output_tokens - 1
+            if left < width:
+                ceilings[request.request_id] = max(left, 0)
+            if reserved:
+                floors[request.request_id] = width
+        return floors, ceilings
 
     def _facts(self, outlook: StepOutlook) -> StepFacts:
         mode = StepMode.MIXED if outlook.mixed else self._mode
@@ -111,7 +136,6 @@ class Conductor:
             kv_tokens=outlook.kv_tokens,
             num_waiting=outlook.num_waiting,
             num_arrived=arrived,
-            max_tokens=self._max_tokens,
         )
 
     # ---- after vLLM scheduled
@@ -152,6 +176,9 @@ class Conductor:
         )
         self._stamps(np.array([slot]))
         self._draft_stamp[slot] = 0
+        # The noise of a seeded request is keyed by position and draft column: its tokens repeat
+        # only if its windows do, so they stay full whatever the load.
+        self._reserved[slot] = _is_sampled(request) and request.sampling_params.seed is not None
         self._num_arrived += 1
 
     def _stamps(self, slots: npt.NDArray[np.int64]) -> IntArray:
@@ -161,37 +188,46 @@ class Conductor:
             grown = np.zeros(max(top + 1, 2 * self._draft_stamp.size), dtype=np.int32)
             grown[: self._draft_stamp.size] = self._draft_stamp
             self._draft_stamp = grown
+            self._reserved = np.append(
+                self._reserved, np.zeros(grown.size - self._reserved.size, dtype=np.bool_)
+            )
         stamps: IntArray = self._draft_stamp[slots]
         return stamps
 
     # ---- when a step's output has come back
 
-    def learn(
-        self,
-        report: StepReport | None,
-        outcomes: Sequence[RequestOutcome],
-        stamps: Mapping[str, int],
-    ) -> None:
-        """Take in rows, times and outcomes; stamps: draft pass judged, by request id."""
+    def learn(self, report: StepReport | None, outcomes: StepOutcomes | None) -> None:
+        """Take in outcomes, rows and times of a step that has come back."""
         # Outcomes before rows: on a CPU a report brings the rows of the pass after the judged one,
         # which would overwrite the rows that these outcomes are about.
-        judged = [o for o in outcomes if o.verified > 0 and o.request_id in self.table]
-        by_stamp: dict[int, list[RequestOutcome]] = {}
-        for outcome in judged:
-            by_stamp.setdefault(stamps.get(outcome.request_id, 0), []).append(outcome)
-        for stamp, group in by_stamp.items():
-            slots = self.table.slots([o.request_id for o in group])
-            verified = np.array([o.verified for o in group], dtype=np.int32)
-            accepted = np.array([o.accepted for o in group], dtype=np.int32)
-            self.table.record_outcomes(slots, stamp, verified, accepted)
+        if outcomes is not None:
+            self._take_outcomes(outcomes)
         if report is not None:
             self._take_rows(report)
-            if report.cost_table is not None and self.planner is None:
+            waiting = self.planner is None or self.planner.cost is None
+            if report.cost_table is not None and waiting and not self.off_reason:
                 record = CostTableRecord.model_validate_json(report.cost_table)
                 self._start_planning(record.to_table())
-            if self.planner is not None:
+            if self.planner is not None and self.planner.cost is not None:
                 for timing in report.timings:
+                    self.times.add(timing, self.planner.cost)
                     self.planner.cost.observe(timing)
+
+    def _take_outcomes(self, outcomes: StepOutcomes) -> None:
+        # Nothing is known of drafts behind a stop: to the learner they were never verified.
+        verified, accepted, stamps = outcomes.before_stop, outcomes.accepted, outcomes.stamps
+        keep = [i for i, name in enumerate(outcomes.request_ids) if name in self.table]
+        if not keep:
+            return
+        slots = self.table.slots(outcomes.request_ids[i] for i in keep)
+        verified, accepted, stamps = verified[keep], accepted[keep], stamps[keep]
+        first = int(stamps[0])
+        if (stamps == first).all():
+            self.table.record_outcomes(slots, first, verified, accepted)
+            return
+        for stamp in np.unique(stamps).tolist():
+            of = stamps == stamp
+            self.table.record_outcomes(slots[of], stamp, verified[of], accepted[of])
 
     def _take_rows(self, report: StepReport) -> None:
         if report.stamp == 0:

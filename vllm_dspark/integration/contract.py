@@ -122,6 +122,14 @@ CONTRACT: tuple[Symbol, ...] = (
         "RejectionSampler",
         fields=("sampler", "num_speculative_steps", "use_block_verification"),
     ),
+    Symbol(
+        "model_executor/models/qwen3_dflash.py",
+        "DFlashQwen3Model",
+        fields=("_normalize_context_k", "_k_norm_weights", "_build_fused_kv_buffers"),
+    ),
+    Symbol(
+        "model_executor/models/qwen3_dflash.py", "DFlashQwen3ForCausalLM", fields=("model_cls",)
+    ),
     Symbol("v1/core/sched/scheduler.py", "Scheduler.schedule", params=("throttle_prefills",)),
     Symbol(
         "v1/core/sched/scheduler.py",
@@ -234,11 +242,15 @@ def _fields(node: ast.ClassDef) -> set[str]:
         for child in node.body
         if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name)
     }
+    for statement in node.body:
+        if isinstance(statement, ast.Assign):
+            names |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
     names |= {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
     for child in ast.walk(node):
-        is_store = isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store)
-        if is_store and isinstance(child.value, ast.Name) and child.value.id == "self":  # type: ignore[union-attr]
-            names.add(child.attr)  # type: ignore[union-attr]
+        if not (isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store)):
+            continue
+        if isinstance(child.value, ast.Name) and child.value.id == "self":
+            names.add(child.attr)
     return names
 
 

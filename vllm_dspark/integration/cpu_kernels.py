@@ -5,7 +5,8 @@ general plugins are loaded and before any model code. Stock does nothing there o
 Triton backend named ``cpu`` exists, trusting it to run the kernels; ours cannot. So
 ``hook_cpu_platform`` (called by ``register()``) puts ``register_native_kernels`` in its
 place: vLLM's own C++ overrides for the V1 runner as on a host without Triton, then our
-twins for the V2 runner, both through ``vllm.triton_utils.dispatcher.register_kernels``.
+twins for the V2 runner (V1 shares one of them), all through
+``vllm.triton_utils.dispatcher.register_kernels``.
 
 Private vLLM names relied on: the two named above, ``vllm.triton_utils.HAS_TRITON`` (read by
 the platform method at call time) and the kernels of ``vllm_dspark.cpu.twins.TWINS``.
@@ -22,13 +23,15 @@ from typing import Any
 
 from vllm_dspark.cpu.build import is_cpu_build
 
-_registered: list[str] = []
+# vLLM's sampler launches it under either runner wherever Triton is found.
+V1_KERNELS = frozenset({"vllm.v1.sample.ops.topk_topp_triton._topk_topp_kernel"})
+
+_tried: set[str] = set()
+_STOCK = "vLLM's own overrides"
 
 
-def register_native_kernels() -> list[str]:
-    """Bind every twin once per process; return the names of the kernels bound."""
-    if _registered:
-        return list(_registered)
+def register_native_kernels(only: frozenset[str] | None = None) -> None:
+    """Bind the twins (those in ``only``, if given) that are not bound yet in this process."""
     # Patches torch's stream and memory API and must precede everything under worker.gpu.
     importlib.import_module("vllm.v1.worker.cpu.shm")
     from vllm.logger import init_logger
@@ -39,14 +42,16 @@ def register_native_kernels() -> list[str]:
     logger = init_logger("vllm.vllm_dspark.cpu_kernels")
     overrides: dict[str, Callable[..., Any]] = {}
     for name, twin in load_twins().items():
+        if name in _tried or (only is not None and name not in only):
+            continue
+        _tried.add(name)
         try:
             overrides[name] = _launcher(_kernel(name), twin, _version_constants(name))
         except (ImportError, AttributeError, TypeError) as reason:
             logger.warning("No native CPU kernel for %s: %s", name, reason)
-    with _scannable_modules():
-        register_kernels(overrides)
-    _registered.extend(overrides)
-    return list(_registered)
+    if overrides:
+        with _scannable_modules():
+            register_kernels(overrides)
 
 
 def hook_cpu_platform() -> bool:
@@ -60,9 +65,11 @@ def hook_cpu_platform() -> bool:
         return True
 
     def register_triton_kernel_overrides(cls: type[Any]) -> None:
-        if not _registered:  # a second engine of the process finds all kernels bound
-            _register_stock_overrides(stock)
-        register_native_kernels()
+        from vllm import envs
+
+        _register_stock_overrides(stock)
+        v1_chosen = envs.VLLM_USE_V2_MODEL_RUNNER is False
+        register_native_kernels(V1_KERNELS if v1_chosen else None)
 
     register_triton_kernel_overrides.by_vllm_dspark = True  # type: ignore[attr-defined]
     hooked = classmethod(register_triton_kernel_overrides)
@@ -71,9 +78,12 @@ def hook_cpu_platform() -> bool:
 
 
 def _register_stock_overrides(stock: Callable[[], None]) -> None:
-    """Let vLLM register its C++ kernels for the V1 runner, as where Triton is absent."""
+    """Let vLLM register its C++ kernels for the V1 runner, once, as where Triton is absent."""
     from vllm import triton_utils
 
+    if _STOCK in _tried:
+        return
+    _tried.add(_STOCK)
     has_triton = triton_utils.HAS_TRITON
     triton_utils.HAS_TRITON = False
     try:

@@ -14,13 +14,12 @@ import torch
 
 from vllm_dspark.integration.report import StepOrder
 from vllm_dspark.planning.allocation import allocate
-from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.plan import PlanBox, PlanKind, VerifyPlan, request_digest
 from vllm_dspark.planning.survival import acceptance, survival
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.integer]
 
 
 class DeviceWindows:
@@ -30,12 +29,11 @@ class DeviceWindows:
     whose drafts are being verified; any other row is neutral, ranked by the order's prior.
     """
 
-    def __init__(self, runner: Any, calibration: Calibration, tp_group: Any) -> None:
+    def __init__(self, runner: Any, tp_group: Any) -> None:
         slots, width = runner.max_num_reqs, runner.num_speculative_steps
         self.box = PlanBox()
         self._runner = runner
         self._width = width
-        self._calibration = calibration
         self._tp_group = tp_group
         self._rows = np.zeros((width, slots), dtype=np.float32)
         self._row_stamp = np.zeros(slots, dtype=np.int32)
@@ -130,22 +128,41 @@ class DeviceWindows:
         assert order is not None, "an accepted plan comes with its order"
         req_ids = self._batch_ids()
         slots = np.array([self._runner.req_states.req_id_to_index[name] for name in req_ids])
-        stamps = np.array([order.stamps.get(name, 0) for name in req_ids], dtype=np.int32)
-        usable = (stamps > 0) & (self._row_stamp[slots] == stamps)
-        sampled = np.array([name in order.sampled for name in req_ids])
-        prior = np.repeat(np.asarray(order.prior, np.float32)[:, None], len(req_ids), axis=1)
-        estimate, _ = acceptance(self._rows[:, slots], usable, prior, self._calibration, sampled)
-        ceiling = np.array([order.ceilings.get(name, self._width) for name in req_ids])
-        capacity = np.minimum(num_drafts, ceiling).astype(np.int32)
-        floor = np.zeros_like(capacity)
-        if capacity.sum() < self._budget:
-            capacity = num_drafts.astype(np.int32)
-        admitted = allocate(survival(estimate), capacity, floor, self._budget).astype(np.int32)
+        plan = self._active_plan()
+        if plan.windows:  # given windows, in the order of the requests that were planned
+            given = dict(zip(order.drafted, plan.windows, strict=True))
+            wanted = np.array([given.get(name, 1) - 1 for name in req_ids])
+            admitted = np.minimum(wanted, num_drafts).astype(np.int32)
+        else:
+            admitted = self._rank(order, req_ids, slots, num_drafts)
         if self._tp_group.world_size > 1:
             # Confidences may differ in their last bits between ranks: rank 0 decides.
             shared = torch.from_numpy(admitted)
             admitted = self._tp_group.broadcast(shared, src=0).numpy()
         self.admitted = dict(zip(req_ids, admitted.tolist(), strict=True))
+        result: IntArray = admitted
+        return result
+
+    def _rank(
+        self, order: StepOrder, req_ids: list[str], slots: IntArray, num_drafts: IntArray
+    ) -> IntArray:
+        """The budget spread over the batch by the confidences of the drafts at hand."""
+        assert order.ranking is not None, "device windows need ranking parameters"
+        stamps = np.array([order.stamps.get(name, 0) for name in req_ids], dtype=np.int32)
+        usable = (stamps > 0) & (self._row_stamp[slots] == stamps)
+        sampled = np.array([name in order.sampled for name in req_ids])
+        prior = order.ranking.prior[sampled.astype(np.intp)].T.astype(np.float32)
+        rows = self._rows[:, slots]
+        estimate, _ = acceptance(rows, usable, prior, order.ranking.calibration, sampled)
+        ceiling = np.array([order.ceilings.get(name, self._width) for name in req_ids])
+        capacity = np.minimum(num_drafts, ceiling).astype(np.int32)
+        if capacity.sum() < self._budget:
+            capacity = num_drafts.astype(np.int32)
+        floor = np.array([order.floors.get(name, 0) for name in req_ids], dtype=np.int32)
+        floor = np.minimum(floor, capacity)
+        if floor.sum() > self._budget:
+            floor = np.zeros_like(capacity)
+        admitted: IntArray = allocate(survival(estimate), capacity, floor, self._budget)
         return admitted
 
     def _batch_ids(self) -> list[str]:

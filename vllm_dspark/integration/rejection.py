@@ -69,7 +69,8 @@ class DSparkRejectionSampler(RejectionSampler):
         states = self.sampler.sampling_states
         outcome = self.ops.reject(
             RejectBatch(
-                target_logits=processed,
+                # vLLM hands bf16 through when no request has parameters to apply
+                target_logits=processed.float(),
                 draft_logits=draft_logits,
                 draft_tokens=verify_draft_sampled,
                 cu_num_logits=cu_num_logits,

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from vllm_dspark.planning.cost import StepTiming
 from vllm_dspark.planning.plan import VerifyPlan
+from vllm_dspark.planning.table import RankingParameters
 
 _ORDER = "dspark_order"
 _REPORT = "dspark_report"
@@ -25,16 +26,18 @@ class StepOrder:
     step_id: stamp of this step and of the confidence rows that its draft pass writes (1..2^31-1).
     drafted: drafts each request had before windows were applied, by request id; stamps: the step
     whose draft pass had made them.
-    For device windows: prior, [K] acceptance that ranks requests of whom nothing is known; sampled,
-    requests with a temperature; ceilings, drafts that can still be emitted where fewer than K.
+    For device windows: ranking, calibration and neutral priors; sampled, requests with a
+    temperature; floors and ceilings, drafts that are let through at least and at most, where that
+    is not 0 and K.
     """
 
     step_id: int
     plan: VerifyPlan | None
     drafted: dict[str, int]
     stamps: dict[str, int]
-    prior: tuple[float, ...] = ()
+    ranking: RankingParameters | None = None
     sampled: frozenset[str] = frozenset()
+    floors: dict[str, int] = field(default_factory=dict)
     ceilings: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -81,8 +81,9 @@ class DSparkRunnerMixin:
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         resolution = resolve_scheduling(self.vllm_config, self.dspark_options)
         mode, _ = settle_windows(self.vllm_config, self.dspark_options)
-        if mode == "device" and resolution.scheduling:
-            self._windows = DeviceWindows(self, resolution.calibration, get_tp_group())
+        given = self.dspark_options.test_windows is not None
+        if mode == "device" and (resolution.scheduling or given):
+            self._windows = DeviceWindows(self, get_tp_group())
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's gathering; remembers the order of requests in the batch."""
@@ -164,7 +165,9 @@ class DSparkRunnerMixin:
             if self._windows is not None:
                 rows = torch.sigmoid(speculator.confidence_logits[: input_batch.num_reqs])
                 self._windows.record(order.step_id, input_batch.idx_mapping_np, rows)
-        admitted = self._windows.admitted if self.adaptive_verification is not None else None
+        admitted = None
+        if self._windows is not None and self.adaptive_verification is not None:
+            admitted = self._windows.admitted
         report = reporter.report(input_batch, admitted)
         attach_report(getattr(output, "model_runner_output", output), report)
 
@@ -184,4 +187,5 @@ if current_platform.is_cpu():
         """V2 runner on the CPU build."""
 
         def profile_costs(self) -> CostTable:
-            return profile_cpu(self)
+            table: CostTable = profile_cpu(self)
+            return table

@@ -6,14 +6,15 @@ from typing import Any
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.conductor import Conductor, StepOutlook
-from vllm_dspark.integration.outcomes import OutcomeLog, OutcomeTotals, RequestOutcome
+from vllm_dspark.integration.metrics import EngineMetrics
+from vllm_dspark.integration.metrics_correction import Corrections
+from vllm_dspark.integration.outcomes import OutcomeLog, OutcomeTotals, PendingOutcomes
 from vllm_dspark.integration.report import StepOrder, attach_order, order_of, report_of
 from vllm_dspark.integration.startup import (
     require_schedulable,
     resolve_scheduling,
     settle_windows,
 )
-from vllm_dspark.integration.windows import GivenWindows
 from vllm_dspark.planning.cost import StepMode
 from vllm_dspark.planning.table import RequestTable
 
@@ -33,7 +34,6 @@ class DSparkSchedulerMixin:
     requests: dict[str, Any]
     num_spec_tokens: int
     max_num_running_reqs: int
-    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,12 +41,11 @@ class DSparkSchedulerMixin:
         width: int = self.num_spec_tokens
         self.dspark_totals = OutcomeTotals(width)
         self._outcome_log = OutcomeLog(options.record_outcomes) if options.record_outcomes else None
-        self._given_windows: GivenWindows | None = None
-        if options.test_windows is not None:
-            self._given_windows = GivenWindows(
-                options.test_windows, width, options.test_windows_seed
-            )
         self.conductor = self._make_conductor(options, width)
+        self._corrections = Corrections()
+        self.dspark_metrics = EngineMetrics.of_engine(
+            self.vllm_config, options, self.conductor, self.dspark_totals
+        )
 
     def _make_conductor(self, options: DSparkConfig, width: int) -> Conductor:
         vllm_config = self.vllm_config
@@ -69,7 +68,6 @@ class DSparkSchedulerMixin:
             resolution,
             options,
             StepMode.EAGER,
-            max_tokens=self.max_num_scheduled_tokens,
             device_windows=mode == "device",
         )
 
@@ -77,16 +75,22 @@ class DSparkSchedulerMixin:
         """vLLM's schedule, after this step's windows were applied to the running requests."""
         drafting = [r for r in self.running if r.spec_token_ids]
         order = self.conductor.order(drafting, self._outlook(drafting))
-        windows = order.plan.windows if order.plan is not None else ()
-        if self._given_windows is not None and drafting:
-            windows = tuple(self._given_windows.next(len(drafting)))
-        for request, window in zip(drafting, windows, strict=False):
-            if window - 1 < len(request.spec_token_ids):
-                request.spec_token_ids = request.spec_token_ids[: window - 1]
+        self._cut_drafts(drafting, order)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         attach_order(output, order)
         self._follow(output, order)
         return output
+
+    def _cut_drafts(self, drafting: list[Any], order: StepOrder) -> None:
+        """Leave each request the drafts that its window admits, or none where none were made."""
+        plan = order.plan
+        if plan is not None and plan.windows and not self.conductor.device_windows:
+            kept = [window - 1 for window in plan.windows]
+        else:
+            kept = list(order.drafted.values())
+        for request, drafts in zip(drafting, kept, strict=True):
+            if drafts < len(request.spec_token_ids):
+                request.spec_token_ids = request.spec_token_ids[:drafts]
 
     def _outlook(self, drafting: list[Any]) -> StepOutlook:
         running = self.running
@@ -112,49 +116,39 @@ class DSparkSchedulerMixin:
         )
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """vLLM's update, after learning what became of this step's drafts."""
+        """vLLM's update, then learning what became of this step's drafts."""
         order = order_of(scheduler_output)
-        if order is not None:
-            report = report_of(model_runner_output)
-            admitted = report.admitted if report is not None else None
-            outcomes = _outcomes(scheduler_output, model_runner_output, order, admitted)
-            self.conductor.learn(report, outcomes, order.stamps)
-            self.dspark_totals.add(outcomes)
-            if self._outcome_log is not None and outcomes:
-                self._outcome_log.write(order.step_id, outcomes)
-        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if order is None:
+            return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        pending = PendingOutcomes(scheduler_output, model_runner_output, order, self._is_alive)
+        self._corrections.begin(self, pending.request_ids)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        report = report_of(model_runner_output)
+        admitted = report.admitted if report is not None else None
+        outcomes = pending.finish(self._corrections.counted, admitted)
+        self._corrections.apply(outcomes)
+        self.conductor.learn(report, outcomes)
+        self.dspark_totals.add(outcomes)
+        self.dspark_metrics.step(order, outcomes, report)
+        if self._outcome_log is not None and outcomes is not None:
+            self._outcome_log.write(order.step_id, outcomes)
+        return outputs
+
+    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's acceptance counts, which are corrected once its update is over."""
+        make = super().make_spec_decoding_stats  # type: ignore[misc]
+        return self._corrections.note(make, *args, **kwargs)
+
+    def _is_alive(self, request_id: str) -> bool:
+        request = self.requests.get(request_id)
+        return request is not None and not request.is_finished()
 
     def shutdown(self) -> None:
-        """vLLM's shutdown, then the outcome log is closed."""
+        """vLLM's shutdown, then the outcome log and the metrics are closed."""
         super().shutdown()  # type: ignore[misc]
+        self.dspark_metrics.close()
         if self._outcome_log is not None:
             self._outcome_log.close()
-
-
-def _outcomes(
-    scheduler_output: Any,
-    model_runner_output: Any,
-    order: StepOrder,
-    on_device: dict[str, int] | None,
-) -> list[RequestOutcome]:
-    """What became of one step's drafts; on_device: drafts the worker let through."""
-    sampled = model_runner_output.sampled_token_ids
-    if not sampled:
-        return []
-    verified = scheduler_output.scheduled_spec_decode_tokens
-    invalid = scheduler_output.num_invalid_spec_tokens or {}
-    outcomes = []
-    for request_id, num_drafted in order.drafted.items():
-        index = model_runner_output.req_id_to_index.get(request_id)
-        if index is None or not sampled[index]:
-            continue  # not scheduled after all, or only a chunk of a resumed prefill
-        admitted = len(verified.get(request_id, ()))
-        if on_device is not None:
-            admitted = min(admitted, on_device.get(request_id, admitted))
-        scored = admitted - invalid.get(request_id, 0)
-        accepted = min(len(sampled[index]) - 1, scored)
-        outcomes.append(RequestOutcome(request_id, num_drafted, admitted, scored, accepted))
-    return outcomes
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Any:

@@ -79,14 +79,14 @@ def key_words(
     domain: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Prefix words (lo, hi) of each key, as int64 tensors that hold uint32 values."""
-    column = torch.as_tensor(column, dtype=torch.int64, device=seed.device)
-    words = (
+    # Python integers stay Python integers: a tensor made of one would be a blocking copy on a GPU.
+    words: tuple[torch.Tensor | int, ...] = (
         seed & MASK32,
         (seed >> 32) & MASK32,
         position & MASK32,
         (position >> 32) & MASK32,
         column & MASK32,
-        torch.as_tensor(domain, dtype=torch.int64, device=seed.device),
+        domain,
     )
     prefixes = []
     for init in (INIT_LO, INIT_HI):

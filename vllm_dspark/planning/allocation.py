@@ -25,7 +25,7 @@ _FORCED = np.float32(2.0)  # above every survival
 _BARRED = np.float32(-1.0)  # below every survival
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ranking:
     """All drafts of one step, sorted once; answers every budget. Built by `rank`."""
 
@@ -37,15 +37,14 @@ class Ranking:
 
     def gains(self, budgets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Expected accepted drafts of ascending budgets between `least` and `most`."""
-        ends = budgets - self.least
-        last = int(ends[-1])
+        bounds = np.zeros(len(budgets) + 1, dtype=np.int64)
+        np.subtract(budgets, self.least, out=bounds[1:])
+        last = int(bounds[-1])
         if last == 0:
             return np.full(len(budgets), self.forced_gain)
         descending = self.ascending[::-1][self.least : self.least + last]
-        starts = np.zeros(len(budgets), dtype=np.int64)
-        starts[1:] = ends[:-1]
-        segments = np.add.reduceat(descending, starts)
-        if ends[0] == 0:  # reduceat returns an element, not zero, for an empty segment
+        segments = np.add.reduceat(descending, bounds[:-1])
+        if bounds[1] == 0:  # reduceat returns an element, not zero, for an empty segment
             segments[0] = 0.0
         segments[0] += self.forced_gain
         gained: npt.NDArray[np.float64] = segments.cumsum(dtype=np.float64)

@@ -89,10 +89,13 @@ def uniform(
     fixed_ms: float,
 ) -> Option | None:
     """The NATIVE or SINGLE step, or None if it cannot be priced."""
-    modes = (mode, *_FALLBACK_MODES) if mode is StepMode.FULL else (mode,)
-    for candidate in modes:
-        priced = cost.step_ms(candidate, shape, rows.kv_tokens, rows.base + budget)
-        if priced is not None:
-            padded, ms = priced
-            return Option(budget, padded, ms + fixed_ms, rows.num_sampling + gain)
-    return None
+    priced = cost.step_ms(mode, shape, rows.kv_tokens, rows.base + budget)
+    if priced is None and mode is StepMode.FULL:
+        for other in _FALLBACK_MODES:
+            priced = cost.step_ms(other, shape, rows.kv_tokens, rows.base + budget)
+            if priced is not None:
+                break
+    if priced is None:
+        return None
+    padded, ms = priced
+    return Option(budget, padded, ms + fixed_ms, rows.num_sampling + gain)

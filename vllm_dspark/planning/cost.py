@@ -82,7 +82,7 @@ class StepTiming:
     draft_ms: float | None = None  # None if the drafter did not run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CostGrid:
     """Cells over (kv tokens, size); arrays are [kv nodes, sizes]."""
 
@@ -116,7 +116,7 @@ class CostGrid:
         return times
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CostTable:
     """Everything a step can cost; immutable, checked by `validate`."""
 

@@ -10,6 +10,7 @@ from vllm_dspark.planning.forced import TestWindows
 class PlannerOptions:
     """The planner's share of DSparkConfig (which explains the options)."""
 
+    enabled: bool = True  # False: full windows (unless tests prescribe some), kind OFF
     min_gain: float = 0.04
     hysteresis_steps: int = 4
     drain_guard: bool = True

@@ -12,8 +12,8 @@ finds (SKIP_LEFTOVER) and makes no new ones; then steps are SINGLE. Every
 `probe_interval` steps one of them drafts (PROBE_DRAFT) and the next verifies the few
 drafts that fit the next padded size (PROBE_VERIFY), so acceptance stays measured.
 When drafting pays again, the step that notices drafts (NO_DRAFTS) and the next one
-verifies: speculation is back within two steps. Steps with prefill rows stay as they
-are otherwise, but do not end a pause.
+verifies: speculation is back within two steps. Steps with prefill rows are native,
+but do not end a pause unless there are `probe_interval` of them in a row.
 """
 
 from dataclasses import dataclass, field, replace
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from vllm_dspark.errors import PlanError
 from vllm_dspark.planning.allocation import Ranking, rank
 from vllm_dspark.planning.budget import Option, StepRows, best_ragged, uniform
 from vllm_dspark.planning.cost import StepMode, StepShape
@@ -60,7 +61,7 @@ class _Evaluation:
 class Planner:
     """State machine of one engine; call `plan` once per step."""
 
-    cost: CostModel
+    cost: CostModel | None = None  # None until a table was measured: steps are native
     options: PlannerOptions = field(default_factory=PlannerOptions)
 
     def __post_init__(self) -> None:
@@ -69,16 +70,26 @@ class Planner:
         self._since_draft = 0  # steps since the drafter last ran
         self._probing = False  # the last step drafted only to look
         self._native_streak = 0
+        self._unjudged = 0  # consecutive steps with prefill rows
         self._last: VerifyPlan | None = None
+
+    @property
+    def _prices(self) -> CostModel:
+        if self.cost is None:
+            raise PlanError("a step was to be priced before a cost table was there")
+        return self.cost
 
     def plan(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
         """Decide one step."""
         draining = self._drain.update(batch.owner.size, facts.num_arrived, facts.num_waiting)
+        forced = self.options.test_windows is not None
+        if forced and batch.owner.size and not np.count_nonzero(batch.excluded):
+            return self._finish(self._forced(facts, batch))
         reason = self._standing_aside(facts, batch)
         if reason is not None:
+            self._keep_or_end_pause(reason)
             return self._finish(self._native(facts, batch, reason, None))
-        if self.options.test_windows is not None:
-            return self._finish(self._forced(facts, batch))
+        self._unjudged = 0
         seen = self._evaluate(facts, batch)
         if seen.native is None or (seen.trim is None and seen.skip is None):
             self.selector.reset()
@@ -131,13 +142,23 @@ class Planner:
         """Why this step is native whatever the numbers say, if so."""
         if batch.owner.size == 0:
             return Reason.EMPTY
+        if not self.options.enabled:
+            return Reason.DISABLED
         if np.count_nonzero(batch.excluded):
             return Reason.EXCLUDED
         if (facts.reserved_rows or facts.mode is StepMode.MIXED) and not self.options.mixed:
             return Reason.MIXED
-        if not np.count_nonzero(batch.known) and self.options.test_windows is None:
+        if self.cost is None:
+            return Reason.UNPRICED
+        if not np.count_nonzero(batch.known):
             return Reason.UNKNOWN
         return None
+
+    def _keep_or_end_pause(self, reason: Reason) -> None:
+        """A few prefill steps keep a pause of drafting; nobody would end it otherwise."""
+        self._unjudged += 1
+        if reason is not Reason.MIXED or self._unjudged >= self.options.probe_interval:
+            self.selector.reset()
 
     # ---- what each kind promises
 
@@ -151,10 +172,10 @@ class Planner:
         num_requests, width = batch.owner.size, batch.num_positions
         ranking = self._rank(batch, alive, batch.capacity)
         rows = self._rows(facts, batch)
-        overhead = self.cost.table.overhead_ms
-        drafted = overhead + self.cost.draft_ms(num_requests)
+        overhead = self._prices.table.overhead_ms
+        drafted = overhead + self._prices.draft_ms(num_requests)
         native = uniform(
-            self.cost,
+            self._prices,
             facts.native_mode,
             StepShape.NATIVE,
             rows,
@@ -163,10 +184,10 @@ class Planner:
             drafted,
         )
         ragged = drafted + self._allocation_ms()
-        trim = best_ragged(self.cost, facts.mode, rows, ranking, ragged)
+        trim = best_ragged(self._prices, facts.mode, rows, ranking, ragged)
         skip = None
         if self.options.skip_draft and not np.count_nonzero(batch.reserved):
-            skip = uniform(self.cost, facts.mode, StepShape.SINGLE, rows, 0, 0.0, overhead)
+            skip = uniform(self._prices, facts.mode, StepShape.SINGLE, rows, 0, 0.0, overhead)
         incomplete = int(np.add.reduce(batch.num_drafts)) < num_requests * width
         return _Evaluation(native, trim, skip, alive, ranking, incomplete)
 
@@ -193,7 +214,7 @@ class Planner:
         return self._rank(batch, seen.survival, np.minimum(batch.capacity, batch.num_drafts))
 
     def _allocation_ms(self) -> float:
-        return self.cost.table.allocation_ms if self.options.device_windows else 0.0
+        return self._prices.table.allocation_ms if self.options.device_windows else 0.0
 
     # ---- from kind to plan
 
@@ -234,22 +255,22 @@ class Planner:
         self, facts: StepFacts, batch: RequestBatch, ranking: Ranking, drafting: bool
     ) -> Option | None:
         """Best budget for the drafts at hand."""
-        fixed_ms = self.cost.table.overhead_ms + self._allocation_ms()
+        fixed_ms = self._prices.table.overhead_ms + self._allocation_ms()
         if drafting:
-            fixed_ms += self.cost.draft_ms(batch.owner.size)
-        return best_ragged(self.cost, facts.mode, self._rows(facts, batch), ranking, fixed_ms)
+            fixed_ms += self._prices.draft_ms(batch.owner.size)
+        return best_ragged(self._prices, facts.mode, self._rows(facts, batch), ranking, fixed_ms)
 
     def _probe(self, facts: StepFacts, batch: RequestBatch, ranking: Ranking) -> Option | None:
         """As many drafts as fill the first padded size with room for K of them."""
         rows = self._rows(facts, batch)
         wanted = rows.base + max(ranking.least, min(batch.num_positions, ranking.most))
-        priced = self.cost.step_ms(facts.mode, StepShape.RAGGED, facts.kv_tokens, wanted)
+        priced = self._prices.step_ms(facts.mode, StepShape.RAGGED, facts.kv_tokens, wanted)
         if priced is None:
             return None
         padded, ms = priced
         budget = min(padded, rows.base + ranking.most) - rows.base
         gain = float(ranking.gains(np.array([budget]))[0])
-        fixed_ms = self.cost.table.overhead_ms + self._allocation_ms()
+        fixed_ms = self._prices.table.overhead_ms + self._allocation_ms()
         return Option(budget, padded, ms + fixed_ms, rows.num_sampling + gain)
 
     def _delays(
@@ -258,9 +279,9 @@ class Planner:
         """Whether a trimmed step loses more in the tail of the batch than it saves now."""
         if seen.native is None:
             return False
-        tail_ms = self.cost.table.overhead_ms + self.cost.draft_ms(1)
+        tail_ms = self._prices.table.overhead_ms + self._prices.draft_ms(1)
         for mode in _MODES:
-            priced = self.cost.step_ms(mode, StepShape.NATIVE, 0, batch.num_positions + 1)
+            priced = self._prices.step_ms(mode, StepShape.NATIVE, 0, batch.num_positions + 1)
             if priced is not None:
                 tail_ms += priced[1]
                 break
@@ -276,8 +297,10 @@ class Planner:
         """All drafts there are; drafts again unless a pause is on."""
         drafting = self.selector.kind is not PlanKind.SKIP_DRAFT
         budget = int(np.add.reduce(batch.num_drafts))
-        kind = PlanKind.NATIVE
-        return self._plan(facts, batch, kind, reason, budget, batch.num_drafts, drafting, own, own)
+        kind = PlanKind.OFF if reason is Reason.DISABLED else PlanKind.NATIVE
+        return self._plan(
+            facts, batch, kind, reason, budget, batch.num_drafts, drafting, (own, own)
+        )
 
     def _trim(
         self,
@@ -300,8 +323,7 @@ class Planner:
             option.budget,
             admitted,
             draft_next,
-            option,
-            seen.native,
+            (option, seen.native),
         )
 
     def _single(
@@ -312,11 +334,11 @@ class Planner:
         reason: Reason,
         draft_next: bool,
     ) -> VerifyPlan:
-        nothing = np.zeros_like(batch.num_drafts)
-        kind = PlanKind.SKIP_DRAFT
-        return self._plan(
-            facts, batch, kind, reason, 0, nothing, draft_next, seen.skip, seen.native
-        )
+        nothing, kind, own = np.zeros_like(batch.num_drafts), PlanKind.SKIP_DRAFT, seen.skip
+        if own is not None and draft_next:
+            own = replace(own, ms=own.ms + self._prices.draft_ms(batch.owner.size))
+        prices = (own, seen.native)
+        return self._plan(facts, batch, kind, reason, 0, nothing, draft_next, prices)
 
     def _forced(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
         """Windows prescribed by a test; these reach the device too."""
@@ -325,7 +347,7 @@ class Planner:
         budget = int(windows.sum()) - windows.size
         full = budget == int(batch.num_drafts.sum())
         kind = PlanKind.NATIVE if full else PlanKind.TRIM
-        plan = self._plan(facts, batch, kind, Reason.FORCED, budget, None, True, None, None)
+        plan = self._plan(facts, batch, kind, Reason.FORCED, budget, None, True, (None, None))
         return replace(plan, windows=tuple(windows.tolist()))
 
     def _plan(
@@ -337,9 +359,9 @@ class Planner:
         budget: int,
         admitted: IntArray | None,
         draft_next: bool,
-        own: Option | None,
-        native: Option | None,
+        prices: tuple[Option | None, Option | None],  # of this plan, of the native step
     ) -> VerifyPlan:
+        own, native = prices
         windows: tuple[int, ...] = ()
         if admitted is not None and not self.options.device_windows:
             windows = tuple((admitted + 1).tolist())

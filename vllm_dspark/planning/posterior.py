@@ -10,7 +10,11 @@ shrunk towards zero:
     c_rk = p_qk + (S_r - E_r + L_r) / (kappa + N_r + M_r)
 
 with S_r its accepted drafts, E_r what the priors had expected of the same drafts and
-N_r their number, all with exponential forgetting. The newest usable confidence row
+N_r their number, all with exponential forgetting. How much to believe in a residual
+is learned too (empirical Bayes): kappa = v / sigma^2, v the Bernoulli variance of one
+draft and sigma^2 how much requests really differ, which is what the spread of their
+residuals exceeds sampling noise by. Where requests are alike, kappa grows and they
+are ranked alike instead of by luck. The newest usable confidence row
 counts as M_r = lambda K further trials with L_r = lambda sum_k (c_k - p_qk): a weak
 opinion about the text's current difficulty. Everything here is about drafts already
 verified, hence independent of the drafts the plan will admit, as long as redrafted
@@ -32,7 +36,12 @@ _ENOUGH_OBSERVED = 256  # drafts after which the shared priors speak for newcome
 _FORGET_SHARED = 1.0 / 4096.0  # per observed draft, shared priors
 _KEEP_REQUEST = 0.95  # forgetting per verified step, one request: ~20 steps
 _REFRESH = 4  # observed steps per update of the shared priors
-_SHRINKAGE = 6.0  # kappa: trials a request needs before its residual counts half
+# kappa: trials a request needs before its residual counts half. Learned (see
+# _learn_shrinkage) between these bounds, from this start.
+_SHRINKAGE = 8.0
+_LEAST_SHRINKAGE, _MOST_SHRINKAGE = 3.0, 200.0
+_SHRINKAGE_RATE = 0.02  # per refresh
+_SEASONED = 12.0  # trials from which on a request's residual says something about spread
 _ROW_WEIGHT = 0.15  # lambda: trials that one confidence is worth
 _LOWEST, _HIGHEST = np.float32(0.02), np.float32(0.995)
 
@@ -44,9 +53,11 @@ class AcceptancePosterior:
         self._positions = np.arange(num_positions, dtype=np.int32)[:, None]
         self._trials = np.full((2, num_positions), _START_TRIALS)
         self._accepted = self._trials * _START_RATE
-        self._new_trials = np.zeros((2, num_positions))
-        self._new_accepted = np.zeros((2, num_positions))
+        self._seen = np.zeros(2 * (num_positions + 1))
+        self._hits = np.zeros(2 * (num_positions + 1))
         self._until_refresh = _REFRESH
+        self._shrinkage = _SHRINKAGE
+        self._between = self._within = 0.0  # running sigma^2 and v, kappa = v / sigma^2
         self._set_prior()
         self._cap = InfluenceCap()
         self._slots: FloatArray = np.zeros((2, num_slots), dtype=np.float32)  # S - E, N
@@ -83,7 +94,7 @@ class AcceptancePosterior:
         """Conditional acceptance per position and request, [K, n]."""
         base = self._class_prior(sampled)
         residual, trials = self._slots.take(slots, axis=1)
-        trials += np.float32(_SHRINKAGE)
+        trials += np.float32(self._shrinkage)
         if row is not None and row_usable is not None:
             opinion = np.add.reduce(row, axis=0) - np.add.reduce(base, axis=0)
             weight = row_usable * np.float32(_ROW_WEIGHT)
@@ -121,30 +132,54 @@ class AcceptancePosterior:
             self.num_observed += num_shared
             weight = self._cap.weights(tenant, shared > 0)
             self._teach_shared(weight, group, trials, accepted)
+            if self._until_refresh == _REFRESH:
+                self._learn_shrinkage(learned[0], learned[1], weight)
+
+    def _learn_shrinkage(
+        self, residual: FloatArray, trials: FloatArray, weight: FloatArray
+    ) -> None:
+        """Compare the spread of residuals with what luck alone would give.
+
+        With weights keep^age, N trials carry the noise of N (1 + keep) independent ones.
+        """
+        seasoned = (trials >= _SEASONED) * weight
+        total = float(np.add.reduce(seasoned))
+        if total < 2.0:
+            return
+        rate = self._prior.mean()
+        variance = float(rate * (1.0 - rate))
+        trials = np.maximum(trials, np.float32(1.0))  # the unseasoned weigh nothing
+        luck = variance / (trials * np.float32(1.0 + _KEEP_REQUEST))
+        squared = (residual / trials) ** 2 - luck
+        between = float(np.add.reduce(seasoned * squared)) / total
+        self._between += _SHRINKAGE_RATE * (between - self._between)
+        self._within += _SHRINKAGE_RATE * (variance - self._within)
+        floor = self._within / _MOST_SHRINKAGE
+        kappa = self._within / max(self._between, floor, 1e-9)
+        self._shrinkage = max(_LEAST_SHRINKAGE, kappa)
 
     def _teach_shared(
         self, weight: FloatArray, group: IntArray, trials: IntArray, accepted: IntArray
     ) -> None:
-        """Add weighted outcomes to the shared counts.
-
-        A histogram over (class, drafts observed), summed from the far end, gives the
-        trials of each position; one over (class, accepted) the successes.
-        """
-        bins = len(self._positions) + 1
-        for sums, lengths in ((self._new_trials, trials), (self._new_accepted, accepted)):
-            mass = np.bincount(group + lengths, weight, 2 * bins).reshape(2, bins)
-            sums += np.cumsum(mass[:, :0:-1], axis=1)[:, ::-1]
+        """Add weighted outcomes to the histograms over (class, drafts observed or accepted)."""
+        size = self._seen.size
+        self._seen += np.bincount(group + trials, weight, size)
+        self._hits += np.bincount(group + accepted, weight, size)
         self._until_refresh -= 1
         if self._until_refresh <= 0:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Fold the new sums into the priors."""
+        """Fold the histograms into the priors: summed from the far end, they count positions."""
         self._until_refresh = _REFRESH
-        keep = np.exp(-_FORGET_SHARED * self._new_trials)
-        self._trials = keep * self._trials + self._new_trials
-        self._accepted = keep * self._accepted + self._new_accepted
-        self._new_trials[:] = self._new_accepted[:] = 0.0
+        trials, accepted = (
+            np.cumsum(histogram.reshape(2, -1)[:, :0:-1], axis=1)[:, ::-1]
+            for histogram in (self._seen, self._hits)
+        )
+        keep = np.exp(-_FORGET_SHARED * trials)
+        self._trials = keep * self._trials + trials
+        self._accepted = keep * self._accepted + accepted
+        self._seen[:] = self._hits[:] = 0.0
         self._set_prior()
 
     def _class_prior(self, sampled: BoolArray) -> FloatArray:

@@ -96,6 +96,10 @@ class LiveQuality:
         self._half_life = half_life
         self._weight = np.zeros((num_positions, num_bins))
         self._residual = np.zeros((num_positions, num_bins))
+        # Without forgetting, per position: pairs seen, accepted as predicted, accepted in fact.
+        self.paired = np.zeros(num_positions)
+        self.predicted = np.zeros(num_positions)
+        self.realised = np.zeros(num_positions)
 
     def observe(
         self,
@@ -110,6 +114,10 @@ class LiveQuality:
         flat = (positions * self._bins + bins)[known]
         residual = (survival - (positions < accepted))[known]
         keep = 0.5 ** (accepted.size / self._half_life)
+        hits = known & (positions < accepted)
+        self.paired += known.sum(axis=1)
+        self.predicted += np.where(known, survival, 0.0).sum(axis=1)
+        self.realised += hits.sum(axis=1)
         size = self._weight.size
         self._weight *= keep
         self._residual *= keep

@@ -29,9 +29,9 @@ SlotArray = npt.NDArray[np.int64]
 
 NO_LIMIT = 2**31 - 1
 
-# Learning is statistics: one step in four, and some of its rows, teach as well as all
+# Learning is statistics: one step in eight, and some of its rows, teach as well as all
 # of them and keep the engine core's time per step flat.
-_LEARN_PERIOD = 4
+_LEARN_PERIOD = 8
 _LEARN_ROWS = 64
 
 # What is remembered per slot: rows of one int64 array [fields, slots] and of one bool
@@ -58,6 +58,14 @@ class RequestBatch:
     def num_positions(self) -> int:
         """K."""
         return int(self.acceptance.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class RankingParameters:
+    """What ranking on a device needs besides rows; equal on all ranks if shipped with the plan."""
+
+    calibration: Calibration
+    prior: FloatArray  # [2, K] neutral acceptance of greedy and sampled requests
 
 
 class RequestTable:
@@ -155,6 +163,11 @@ class RequestTable:
         """Owner ids, [n]."""
         owners: OwnerArray = self._state[_OWNER, slots]
         return owners
+
+    def ranking_parameters(self) -> RankingParameters:
+        """Current parameters for `survival.acceptance` on a device."""
+        prior = np.stack([self.posterior.prior(False), self.posterior.prior(True)])
+        return RankingParameters(self.online.calibration, prior)
 
     def record_rows(
         self,

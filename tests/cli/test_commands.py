@@ -1,0 +1,145 @@
+"""The commands' arguments, messages and exit codes; no engine is started."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.cli.test_report import report
+from vllm_dspark.cli import demo, serve
+from vllm_dspark.cli.main import app
+from vllm_dspark.demo.client import ServerError
+from vllm_dspark.demo.target import TargetError
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def drafter(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["demo", "version"])
+def test_help_has_an_example(command: str) -> None:
+    """Catches a command without the example that its help promises."""
+    result = run(command, "-h")
+    assert result.exit_code == 0
+    assert f"Example: vllm-dspark {command}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--speed"], "No such option"),
+        (["demo", "--dtype", "int8"], "choose bfloat16 or float32"),
+        (["demo", "--prompts", "0"], "--prompts"),
+        (["demo", "--drafter", "/nowhere"], "no config.json"),
+        (["dance"], "No such command"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], message: str) -> None:
+    """Catches bad input that starts an engine, or a traceback instead of a message."""
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output + result.stderr
+
+
+@pytest.mark.parametrize(
+    "error", [TargetError("no PyPI"), ServerError("died"), PermissionError("no folder")]
+)
+def test_failure_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, drafter: Path, error: Exception
+) -> None:
+    """Catches a failure of the run that looks like success, or like a crash of ours."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(demo, "run_demo", fail)
+    result = run("demo", "--drafter", str(drafter))
+    assert result.exit_code == 1
+    assert f"vllm-dspark: error: {error}" in result.stderr
+
+
+@pytest.mark.parametrize(("different", "code"), [(0, 0), (1, 1)])
+def test_different_outputs_fail_the_demo(
+    monkeypatch: pytest.MonkeyPatch, drafter: Path, different: int, code: int
+) -> None:
+    """Catches a lossy engine passing; the JSON file is written in both cases."""
+    monkeypatch.setattr(demo, "run_demo", lambda *_: report(different))
+    file = drafter / "result.json"
+    result = run("demo", "--drafter", str(drafter), "--json", str(file))
+    assert result.exit_code == code
+    assert json.loads(file.read_text())["identical"] is (code == 0)
+
+
+def test_demo_options_reach_the_run(monkeypatch: pytest.MonkeyPatch, drafter: Path) -> None:
+    """Catches an option that is parsed and then forgotten."""
+    seen: list[demo.DemoOptions] = []
+    monkeypatch.setattr(demo, "run_demo", lambda options, _: seen.append(options) or report())
+    given = "--dtype float32 --prompts 2 --max-tokens 30 --rounds 5 --concurrency 3 -k 5 --compile"
+    assert run("demo", "--drafter", str(drafter), *given.split()).exit_code == 0
+    assert seen == [
+        demo.DemoOptions("float32", 2, 30, 5, 3, 5, drafter, log_folder=None, compile=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["some/model", "--port", "8001", "--speculative-config", '{"method":"dspark"}'],
+        ["--help"],
+        ["-h"],
+        ["--help=ModelConfig"],
+        ["m", "--json", "--no-such-flag", "--", "x"],
+    ],
+)
+def test_serve_passes_everything_on(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    """Catches an argument of vLLM's that our own parser swallows, reorders or rejects."""
+    executed: list[list[str]] = []
+    monkeypatch.setattr(
+        serve.os, "execve", lambda program, command, environment: executed.append(command)
+    )
+    assert run("serve", *arguments).exit_code == 0
+    expected = [sys.executable, "-m", "vllm_dspark.integration.serving", *arguments]
+    assert executed == [expected]
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch, drafter: Path, command: str) -> None:
+    """Catches an import error where the remedy should be named."""
+    monkeypatch.setattr(serve, "has_vllm", lambda: False)
+    extra = ["--drafter", str(drafter)] if command == "demo" else ["model"]
+    result = run(command, *extra)
+    assert result.exit_code == 1
+    assert "pip install 'vllm-dspark[cuda]'" in result.stderr
+
+
+def test_version_as_json() -> None:
+    """Catches a version report that needs vLLM to be importable, or is not JSON."""
+    found = json.loads(run("version", "--json").stdout)
+    assert found["vllm-dspark"]
+    assert "vllm" in found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_unwind_the_demo(number: signal.Signals) -> None:
+    """Catches a killed demo that leaves its servers running."""
+    before, cleaned = signal.getsignal(number), []
+    with pytest.raises(SystemExit) as left, demo.stop_on_signals():
+        try:
+            os.kill(os.getpid(), number)
+            signal.pause()
+        finally:
+            cleaned.append(True)
+    assert left.value.code == 128 + number
+    assert cleaned
+    assert signal.getsignal(number) is before

@@ -1,0 +1,198 @@
+"""Metrics of real engines: exact numbers at stops, with windows, off, and after restarts."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.support.engines import dspark, engine, scheduler_of, token_lists
+from tests.support.pairs import PairSpec, build_pair
+
+pytestmark = pytest.mark.engine
+
+K = 4
+SPEC = PairSpec(kind="markov", noise=0.0, block_size=K)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A pair in which every draft is accepted at T=0.
+
+    The target's layers add nothing, so it is a function of the last token alone, which is what the
+    drafter's head holds.
+    """
+    pair = build_pair(tmp_path_factory.mktemp("accepting-pair"), SPEC)
+    weights = load_file(pair.target / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    save_file(weights, pair.target / "model.safetensors")
+    return pair
+
+
+def params(**changes):
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 16, **changes})
+
+
+def prompt(seed, length=5):
+    return {"prompt_token_ids": [(31 * seed + 7 * i) % 200 for i in range(length)]}
+
+
+def read(llm):
+    """Value (or values by their own label) of each counter and gauge, by short name."""
+    found = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:")
+        own = {k: v for k, v in metric.labels.items() if k not in ("model_name", "engine")}
+        if hasattr(metric, "values"):
+            found[name] = metric.values
+        elif hasattr(metric, "buckets"):
+            found[name] = (metric.count, metric.sum)
+        elif own:
+            found.setdefault(name, {})[tuple(own.values())] = metric.value
+        else:
+            assert name not in found, f"duplicate {name}"
+            found[name] = metric.value
+    return found
+
+
+def increase(before, after, name):
+    """By how much a counter rose, summed over its labels."""
+
+    def total(value):
+        return sum(value.values()) if isinstance(value, dict) else value
+
+    return total(after[name]) - total(before.get(name, 0))
+
+
+def run(llm, prompts, parameters):
+    """Generate; returns (token lists, increase of a counter by name)."""
+    before = read(llm)
+    lists = token_lists(llm.generate(prompts, parameters, use_tqdm=False))
+    after = read(llm)
+    return lists, lambda name: increase(before, after, name)
+
+
+def folders():
+    return set(Path(tempfile.gettempdir()).glob("vllm-dspark-metrics-*/*"))
+
+
+class TestExactNumbers:
+    """One engine in which all drafts are accepted: every step gives K + 1 tokens until a stop."""
+
+    @pytest.fixture(scope="class")
+    def llm(self, pair):
+        with engine(
+            pair.target,
+            dspark(pair.drafter, num_speculative_tokens=K),
+            max_model_len=64,
+            per_request_spec_decode_metrics="detailed",
+        ) as llm:
+            yield llm
+
+    def check(self, rose, *, rows, accepted, emitted, discarded):
+        assert rose("dspark_request_steps") == rows
+        assert rose("dspark_drafted_tokens") == rose("dspark_verified_tokens") == rows * K
+        assert rose("dspark_accepted_tokens") == accepted
+        assert rose("dspark_emitted_tokens") == emitted
+        assert rose("dspark_discarded_tokens") == discarded
+        assert rose("spec_decode_num_drafts") == rows
+        assert rose("spec_decode_num_draft_tokens") == rows * K
+        assert rose("spec_decode_num_accepted_tokens") == accepted
+
+    def test_no_stop_inside_a_block(self, llm):
+        # 1 by the prefill, then 5 + 5
+        lists, rose = run(llm, [prompt(1)], params(max_tokens=11))
+        assert len(lists[0]) == 11
+        self.check(rose, rows=2, accepted=8, emitted=10, discarded=0)
+
+    @pytest.mark.parametrize(("max_tokens", "accepted"), [(7, 5), (8, 6), (10, 8)])
+    def test_max_tokens_inside_a_block(self, llm, max_tokens, accepted):
+        lists, rose = run(llm, [prompt(1)], params(max_tokens=max_tokens))
+        assert len(lists[0]) == max_tokens
+        self.check(
+            rose, rows=2, accepted=accepted, emitted=max_tokens - 1, discarded=11 - max_tokens
+        )
+
+    def test_several_requests(self, llm):
+        lists, rose = run(llm, [prompt(i) for i in range(1, 5)], params(max_tokens=8))
+        assert [len(tokens) for tokens in lists] == [8] * 4
+        self.check(rose, rows=8, accepted=24, emitted=28, discarded=12)
+
+    def test_a_stop_token_inside_a_block(self, llm):
+        (free,), _ = run(llm, [prompt(3)], params(max_tokens=11))
+        stop = next(t for t in free[6:] if free.index(t) >= 6 and free.index(t) < 10)
+        at = free.index(stop)  # the second block holds tokens 6..10; the last one is no draft
+        lists, rose = run(llm, [prompt(3)], params(max_tokens=30, stop_token_ids=[stop]))
+        assert lists == [free[: at + 1]]
+        self.check(rose, rows=2, accepted=4 + at - 5, emitted=at, discarded=10 - at)
+
+    def test_max_model_len_inside_a_block(self, llm):
+        # 64 - 55 = 9 tokens: 1 by the prefill, 5, and 3; vLLM cuts two drafts of the last block
+        lists, rose = run(llm, [prompt(5, length=55)], params(max_tokens=60))
+        assert len(lists[0]) == 9
+        assert rose("dspark_emitted_tokens") == 8
+        assert rose("dspark_verified_tokens") == rose("spec_decode_num_draft_tokens") == 6
+        assert rose("dspark_accepted_tokens") == rose("spec_decode_num_accepted_tokens") == 6
+        assert rose("dspark_trimmed_tokens") == 2
+        assert rose("dspark_discarded_tokens") == 0
+
+    def test_metrics_of_a_single_request(self, llm):
+        (output,) = llm.generate([prompt(1)], params(max_tokens=8), use_tqdm=False)
+        metrics = output.outputs[0].spec_decode_metrics
+        assert metrics.per_step_accepted == [4, 2]
+        assert metrics.per_step_drafted == [4, 4]
+
+    def test_judged_leaves_out_what_is_behind_a_stop(self, llm):
+        _, rose = run(llm, [prompt(1)], params(max_tokens=8))
+        assert rose("dspark_judged_tokens") == rose("dspark_accepted_tokens") == 6
+
+    def test_reasons_and_labels(self, llm):
+        seen = read(llm)
+        ((reason, value),) = seen["dspark_scheduling"].items()
+        assert value == 0
+        assert "scheduling is disabled" in reason[0]
+        assert set(seen["dspark_steps"]) == {("unplanned", "unplanned")}
+        assert set(seen["dspark_fallbacks"]) == {("scheduling_off",)}
+        assert seen["dspark_draft_width"] == K
+
+
+def test_trimmed_drafts_are_neither_rejected_nor_drafted_for_vllm(pair):
+    """Windows of 3: two drafts a step, all accepted, and vLLM's quotient says so."""
+    options = {"test_windows": 3}
+    with engine(pair.target, dspark(pair.drafter, options, num_speculative_tokens=K)) as llm:
+        lists, rose = run(llm, [prompt(1), prompt(2)], params(max_tokens=10))
+        assert [len(tokens) for tokens in lists] == [10, 10]
+        rows = 2 * 3  # 1 by the prefill, then 3 + 3 + 3
+        assert rose("dspark_request_steps") == rows
+        assert rose("dspark_drafted_tokens") == rows * K
+        assert rose("dspark_trimmed_tokens") == rows * (K - 2)
+        assert rose("dspark_accepted_tokens") == rows * 2
+        assert rose("spec_decode_num_draft_tokens") == rows * 2
+        assert rose("spec_decode_num_accepted_tokens") == rows * 2
+        assert read(llm)["dspark_window"] == (rows, rows * 3)
+
+
+def test_engines_come_and_go(pair, tmp_path, caplog):
+    """Catches series of a dead engine that stay, and files that stay."""
+    before = folders()
+    speculative = dspark(pair.drafter, num_speculative_tokens=K)
+    with engine(pair.target, speculative) as llm:
+        run(llm, [prompt(1)], params(max_tokens=11))
+        assert len(folders() - before) == 1
+        assert read(llm)["dspark_emitted_tokens"] == 10
+        # a second engine of the same process: sums while both live, without an exception
+        with engine(pair.target, speculative, served_model_name="other") as other:
+            other.generate([prompt(1)], params(max_tokens=6), use_tqdm=False)
+            names = {m.labels["model_name"] for m in other.get_metrics() if "dspark" in m.name}
+            assert names == {str(pair.target), "other"}
+    assert folders() == before
+    off = dspark(pair.drafter, {"metrics": False}, num_speculative_tokens=K)
+    with engine(pair.target, off) as llm:
+        run(llm, [prompt(1)], params(max_tokens=6))
+        assert scheduler_of(llm).dspark_metrics.sinks == []
+        assert not any("dspark" in metric.name for metric in llm.get_metrics())
+        assert folders() == before

@@ -1,0 +1,199 @@
+"""Counting what happened to drafts, without an engine: stops, ended requests, device windows."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_dspark.integration.metrics_correction import Corrections
+from vllm_dspark.integration.outcomes import OutcomeTotals, PendingOutcomes
+from vllm_dspark.integration.report import StepOrder
+
+K = 4
+
+
+def pending(rows, invalid=None, alive=lambda name: True):
+    """rows: name -> (drafted, scheduled, sampled tokens). Also returns the token lists."""
+    lists = {name: list(range(sampled)) for name, (_, _, sampled) in rows.items()}
+    scheduled = {name: [0] * n for name, (_, n, _) in rows.items() if n}
+    output = SimpleNamespace(
+        scheduled_spec_decode_tokens=scheduled, num_invalid_spec_tokens=invalid
+    )
+    ran = SimpleNamespace(
+        sampled_token_ids=list(lists.values()), req_id_to_index={n: i for i, n in enumerate(lists)}
+    )
+    drafted = {name: n for name, (n, _, _) in rows.items()}
+    order = StepOrder(7, None, drafted, dict.fromkeys(drafted, 6))
+    return PendingOutcomes(output, ran, order, alive), lists
+
+
+def cut(tokens, length):
+    """What vLLM does at a stop, in place."""
+    del tokens[length:]
+
+
+def columns(outcomes):
+    names = ("drafted", "admitted", "verified", "before_stop", "accepted")
+    return [getattr(outcomes, name).tolist() for name in names]
+
+
+class TestPending:
+    def test_no_stop(self):
+        found, _ = pending({"a": (4, 4, 3), "b": (4, 2, 3), "c": (4, 0, 1)})
+        outcomes = found.finish(set("ab"), None)
+        assert outcomes.request_ids == ["a", "b", "c"]
+        assert columns(outcomes) == [[4, 4, 4], [4, 2, 0], [4, 2, 0], [4, 2, 0], [2, 2, 0]]
+        assert outcomes.emitted.tolist() == outcomes.sampled.tolist() == [3, 3, 1]
+        assert outcomes.stamps.tolist() == [6, 6, 6]
+
+    @pytest.mark.parametrize(
+        ("emitted", "accepted", "before_stop"),
+        [(1, 1, 1), (3, 3, 3), (4, 4, 4), (5, 4, 4)],
+        ids=["first draft", "third draft", "last draft", "own token"],
+    )
+    def test_a_stop_cuts_accepted_drafts(self, emitted, accepted, before_stop):
+        """Catches: tokens behind a stop counted as accepted, or as rejected by the learner."""
+        found, lists = pending({"a": (4, 4, 5)})
+        cut(lists["a"], emitted)
+        outcomes = found.finish({"a"}, None)
+        assert outcomes.accepted.tolist() == [accepted]
+        assert outcomes.before_stop.tolist() == [before_stop]
+        assert outcomes.verified.tolist() == [4]
+
+    def test_a_stop_at_the_corrected_token_keeps_the_rejection(self):
+        found, _ = pending({"a": (4, 4, 2)})  # one accepted, then the target's correction
+        outcomes = found.finish({"a"}, None)
+        assert outcomes.accepted.tolist() == [1]
+        assert outcomes.before_stop.tolist() == [4]
+
+    def test_results_of_ended_requests_are_dropped(self):
+        """Catches: async scheduling's step in flight when a request stops, counted as output."""
+        rows = {"ended": (4, 4, 5), "runs": (4, 4, 5), "narrow": (4, 0, 1)}
+        found, _ = pending(rows, alive=lambda name: name == "runs")
+        assert found.finish({"runs"}, None).request_ids == ["runs"]
+        assert pending(rows, alive=lambda name: False)[0].finish(set(), None) is None
+
+    def test_drafts_that_a_grammar_invalidated_were_not_scored(self):
+        found, _ = pending({"a": (4, 4, 3)}, invalid={"a": 1})
+        outcomes = found.finish({"a"}, None)
+        assert outcomes.admitted.tolist() == [4]
+        assert outcomes.verified.tolist() == [3]
+
+    def test_device_windows_say_what_was_verified(self):
+        found, _ = pending({"a": (4, 4, 3), "b": (4, 4, 1)})
+        outcomes = found.finish(set("ab"), {"a": 2, "b": 0})
+        assert outcomes.verified.tolist() == [2, 0]
+        assert outcomes.accepted.tolist() == [2, 0]
+
+    def test_nothing_was_sampled(self):
+        order = StepOrder(1, None, {"a": 4}, {"a": 1})
+        output = SimpleNamespace(scheduled_spec_decode_tokens={}, num_invalid_spec_tokens=None)
+        ran = SimpleNamespace(sampled_token_ids=[], req_id_to_index={})
+        assert PendingOutcomes(output, ran, order, bool).finish(set(), None) is None
+
+
+class TestTotals:
+    def test_every_position_by_hand(self):
+        totals = OutcomeTotals(K)
+        found, lists = pending(
+            {"full": (4, 4, 5), "trim": (4, 2, 1), "none": (4, 0, 1), "stop": (4, 3, 4)}
+        )
+        cut(lists["stop"], 2)
+        totals.add(found.finish({"full", "trim", "stop"}, None))
+        totals.add(None)
+        assert totals.drafted.tolist() == [4, 4, 4, 4]
+        assert totals.admitted.tolist() == [3, 3, 2, 1]
+        assert totals.trimmed.tolist() == [1, 1, 2, 3]
+        assert totals.verified.tolist() == [3, 3, 2, 1]
+        # trim: its first draft was rejected; stop: two accepted, the third is unknown
+        assert totals.judged.tolist() == [3, 2, 1, 1]
+        assert totals.accepted.tolist() == [2, 2, 1, 1]
+        # windows 1..5, beyond, and their sum
+        assert totals.windows.tolist() == [1, 0, 1, 1, 1, 0, 1 + 3 + 4 + 5]
+        assert totals.request_steps == 4
+        assert totals.emitted.tolist() == [5 + 1 + 1 + 2]
+        assert totals.discarded.tolist() == [2]
+        assert totals.accepted_length == 9 / 4
+
+    def test_sums_agree_with_a_slow_count(self):
+        rng = np.random.default_rng(0)
+        totals = OutcomeTotals(K)
+        wanted = np.zeros((3, K), dtype=int)
+        for _ in range(50):
+            scheduled = rng.integers(0, K + 1, size=9)
+            passed = [int(rng.integers(0, n + 1)) for n in scheduled]
+            rows = {
+                f"r{i}": (K, int(n), p + 1)
+                for i, (n, p) in enumerate(zip(scheduled, passed, strict=True))
+            }
+            found, _ = pending(rows)
+            totals.add(found.finish(set(rows), None))
+            for n, p in zip(scheduled, passed, strict=True):
+                for k in range(K):
+                    wanted[:, k] += [n > k, k < min(n, p + 1), p > k]
+        assert totals.verified.tolist() == wanted[0].tolist()
+        assert totals.judged.tolist() == wanted[1].tolist()
+        assert totals.accepted.tolist() == wanted[2].tolist()
+
+
+def vllm_stats(stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id):
+    """vLLM's `make_spec_decoding_stats` with log_stats on."""
+    stats = stats or SpecDecodingStats.new(K)
+    stats.observe_draft(num_draft_tokens, num_accepted_tokens)
+    return stats
+
+
+class TestCorrections:
+    def run(self, rows, cuts, on_device=None, metrics=None):
+        found, lists = pending(rows)
+        corrections = Corrections()
+        level = "detailed" if metrics else "none"
+        requests = {n: SimpleNamespace(spec_decode_metrics=m) for n, m in (metrics or {}).items()}
+        scheduler = SimpleNamespace(spec_decode_metrics_level=level, requests=requests)
+        corrections.begin(scheduler, found.request_ids)
+        stats = None
+        for name, (_, scheduled, sampled) in rows.items():
+            stats = corrections.note(
+                vllm_stats,
+                stats,
+                num_draft_tokens=scheduled,
+                num_accepted_tokens=sampled - 1,
+                num_invalid_spec_tokens=None,
+                request_id=name,
+            )
+            if metrics:
+                metrics[name].observe(scheduled, sampled - 1, detailed=True)
+        for name, length in cuts.items():
+            cut(lists[name], length)
+        corrections.apply(found.finish(corrections.counted, on_device))
+        return stats
+
+    def test_tokens_behind_a_stop_are_not_accepted(self):
+        stats = self.run({"a": (4, 4, 5), "b": (4, 4, 3)}, {"a": 2})
+        assert stats.num_drafts == 2
+        assert stats.num_draft_tokens == 8
+        assert stats.num_accepted_tokens == 2 + 2
+        assert stats.num_accepted_tokens_per_pos == [2, 2, 0, 0]
+        assert stats.num_draft_tokens_per_pos == [2, 2, 2, 2]
+
+    def test_drafts_trimmed_on_the_device_are_not_rejected(self):
+        stats = self.run({"a": (4, 4, 3), "b": (4, 4, 1)}, {}, on_device={"a": 2, "b": 0})
+        assert (stats.num_drafts, stats.num_draft_tokens) == (1, 2)
+        assert stats.num_accepted_tokens == 2
+
+    def test_metrics_of_single_requests_too(self):
+        metrics = {"a": RequestSpecDecodeMetrics.new(K), "b": RequestSpecDecodeMetrics.new(K)}
+        self.run({"a": (4, 4, 5), "b": (4, 4, 3)}, {"a": 2}, {"a": 4, "b": 2}, metrics)
+        assert metrics["a"].histogram == [0, 0, 1, 0, 0]
+        assert metrics["a"].per_step_accepted == [2]
+        assert metrics["b"].per_step_drafted == [2]
+        assert metrics["b"].num_draft_tokens == 2
+
+    def test_vllm_without_stats_stays_without(self):
+        corrections = Corrections()
+        corrections.begin(SimpleNamespace(), [])
+        assert corrections.note(lambda *_, **__: None, None, request_id="a") is None
+        assert corrections.counted == {"a"}
+        corrections.apply(None)
