@@ -16,10 +16,10 @@ demo: venv
 	$(BIN)/vllm-dspark demo $(ARGS)
 
 test: venv
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: venv
-	$(BIN)/python -m pytest -m "not engine" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not engine" $(ARGS)
 
 bench: venv
 	$(BIN)/python benchmarks/cpu_demo.py $(ARGS)

@@ -24,7 +24,13 @@ EXTRAS = {
     "cuda": ["vllm>=0.32,<0.34"],
     # reads the GGUF that carries the demo target; `vllm_dspark.demo.target` names this extra
     "demo": ["gguf>=0.10", "accelerate>=0.30"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "openai>=1"],
+    "test": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
+        "hypothesis>=6.100",
+        "openai>=1",
+    ],
     "lint": ["ruff==0.14.6", "mypy==1.18.2"],
     "plot": ["matplotlib>=3.8"],
     "ray": ["ray[default]>=2.40"],

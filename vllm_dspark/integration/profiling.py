@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_dspark.errors import CostTableError
 from vllm_dspark.kernels.protocols import RejectBatch, SamplingState
 from vllm_dspark.planning.cost import CostTable, StepMode, StepShape, StepTiming, build_cost_table
 
@@ -20,6 +22,8 @@ logger = logging.getLogger("vllm.vllm_dspark")
 
 _REPEATS = 3
 _WARMUP = 1
+# Median over sizes of spread over median: a quiet two-core machine shows 1 to 5 %.
+_MAX_SCATTER = 0.15
 
 
 @torch.inference_mode()
@@ -44,7 +48,33 @@ def profile_cpu(runner: Any, budget_s: float = 10.0) -> CostTable:
             break
         for kv_tokens in nodes:
             samples += _measure(runner, requests, tokens, kv_tokens)
-    return build_cost_table(samples)
+    return _trusted(samples, width)
+
+
+def _trusted(samples: list[StepTiming], width: int) -> CostTable:
+    """The table, or CostTableError where it would mislead: too few sizes, or a busy machine.
+
+    A table that ends below a full window prices everything beyond by its last slope, and times
+    that scatter rank budgets by chance; both are worse than verifying full windows.
+    """
+    largest = max((sample.num_tokens for sample in samples), default=0)
+    if largest < width + 1:
+        raise CostTableError(
+            "incomplete",
+            f"only steps of up to {largest} tokens were measured in the time there was, a full "
+            f"window has {width + 1}; the machine is too busy, start the engine again when it is "
+            "not",
+        )
+    table = build_cost_table(samples)
+    for (mode, shape), grid in table.grids.items():
+        scatter = float(np.median(grid.spread_ms / grid.median_ms))
+        if scatter > _MAX_SCATTER:
+            raise CostTableError(
+                "noisy",
+                f"{mode.value}/{shape.value} times scatter by {scatter:.0%} (at most "
+                f"{_MAX_SCATTER:.0%} is usable); the machine is busy with something else",
+            )
+    return table
 
 
 def _shapes(runner: Any, width: int) -> Iterator[tuple[int, int]]:
