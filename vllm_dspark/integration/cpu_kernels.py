@@ -16,7 +16,9 @@ know, keeps its interpreted form, with one warning.
 
 import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_dspark.cpu.build import is_cpu_build
@@ -48,7 +50,8 @@ def register_native_kernels(only: frozenset[str] | None = None) -> None:
         except (ImportError, AttributeError, TypeError) as reason:
             logger.warning("No native CPU kernel for %s: %s", name, reason)
     if overrides:
-        register_kernels(overrides)
+        with _llvmlite_out_of_sight():
+            register_kernels(overrides)
 
 
 def hook_cpu_platform() -> bool:
@@ -84,9 +87,26 @@ def _register_stock_overrides(stock: Callable[[], None]) -> None:
     has_triton = triton_utils.HAS_TRITON
     triton_utils.HAS_TRITON = False
     try:
-        stock()
+        with _llvmlite_out_of_sight():
+            stock()
     finally:
         triton_utils.HAS_TRITON = has_triton
+
+
+@contextmanager
+def _llvmlite_out_of_sight() -> Iterator[None]:
+    """Keep vLLM's dispatcher off llvmlite while it looks through ``sys.modules``.
+
+    It calls ``vars(value).get`` on every module attribute that has a ``__dict__`` (0.32.0,
+    0.33.0); llvmlite's library handle answers ``__dict__`` with a C function, which ends the
+    registration with an AttributeError wherever numba was imported first.
+    """
+    names = [name for name in sys.modules if name.split(".")[0] == "llvmlite"]
+    hidden = {name: sys.modules.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
 
 
 def _kernel(name: str) -> Any:
