@@ -1,5 +1,6 @@
 """How twins are bound: complete, once, and never on a guess."""
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,20 @@ def test_a_kernel_that_changed_is_left_to_the_interpreter(kernel: Kernel, compla
 
     with pytest.raises(TypeError, match=complaint):
         cpu_kernels._launcher(kernel, twin, {})
+
+
+def test_registration_survives_llvmlite() -> None:
+    """vLLM's scan of all modules trips over llvmlite's library handle once numba is imported."""
+    pytest.importorskip("numba")
+    import llvmlite.binding
+    from vllm.triton_utils import dispatcher
+
+    kernel = Kernel("x_ptr")
+    with pytest.raises(AttributeError):
+        dispatcher._rebind_kernels([(kernel, dispatcher.KernelOverride(kernel, len))])
+    with cpu_kernels._llvmlite_out_of_sight():
+        dispatcher._rebind_kernels([(kernel, dispatcher.KernelOverride(kernel, len))])
+    assert llvmlite.binding is importlib.import_module("llvmlite.binding")
 
 
 def test_registration_is_idempotent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def register_native_kernels(only: frozenset[str] | None = None) -> None:
         except (ImportError, AttributeError, TypeError) as reason:
             logger.warning("No native CPU kernel for %s: %s", name, reason)
     if overrides:
-        with _scannable_modules():
+        with _llvmlite_out_of_sight():
             register_kernels(overrides)
 
 
@@ -87,25 +87,26 @@ def _register_stock_overrides(stock: Callable[[], None]) -> None:
     has_triton = triton_utils.HAS_TRITON
     triton_utils.HAS_TRITON = False
     try:
-        with _scannable_modules():
+        with _llvmlite_out_of_sight():
             stock()
     finally:
         triton_utils.HAS_TRITON = has_triton
 
 
 @contextmanager
-def _scannable_modules() -> Iterator[None]:
-    """Hide a module whose contents vLLM's registration cannot look at (0.32.0, 0.33.0).
+def _llvmlite_out_of_sight() -> Iterator[None]:
+    """Keep vLLM's dispatcher off llvmlite while it looks through ``sys.modules``.
 
-    `register_kernels` takes `vars()` of every attribute of every module for a dict; llvmlite's
-    library handle, there once numba is imported, answers with a C function instead.
+    It calls ``vars(value).get`` on every module attribute that has a ``__dict__`` (0.32.0,
+    0.33.0); llvmlite's library handle answers ``__dict__`` with a C function, which ends the
+    registration with an AttributeError wherever numba was imported first.
     """
-    hidden = sys.modules.pop("llvmlite.binding.ffi", None)
+    names = [name for name in sys.modules if name.split(".")[0] == "llvmlite"]
+    hidden = {name: sys.modules.pop(name) for name in names}
     try:
         yield
     finally:
-        if hidden is not None:
-            sys.modules["llvmlite.binding.ffi"] = hidden
+        sys.modules.update(hidden)
 
 
 def _kernel(name: str) -> Any:
