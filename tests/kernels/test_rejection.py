@@ -148,7 +148,7 @@ def test_distribution_is_the_targets(method, device):
 
     One request per seed; 5 tokens, 4 degrees of freedom, limit 23.5: false alarm 1e-4 per method.
     """
-    trials, vocab, num_drafts = 600, 5, 2
+    trials, vocab, num_drafts = 400, 5, 2
     generator = torch.Generator().manual_seed(1)
     p = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
     q = torch.tensor([0.1, 0.3, 0.3, 0.2, 0.1])
@@ -171,4 +171,4 @@ def test_distribution_is_the_targets(method, device):
     statistic = float(((counts - trials * p) ** 2 / (trials * p)).sum())
     assert statistic < 23.5
     expected = float(torch.minimum(p, q).sum())
-    assert abs(float((outcome.accepted > 0).double().mean()) - expected) < 0.1 or method == "block"
+    assert abs(float((outcome.accepted > 0).double().mean()) - expected) < 0.12 or method == "block"
