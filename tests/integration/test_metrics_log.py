@@ -13,7 +13,7 @@ from vllm_dspark.integration.metrics import EngineMetrics
 from vllm_dspark.integration.metrics_catalog import FALLBACKS, RATIO_BOUNDS, catalog
 from vllm_dspark.integration.metrics_log import SummaryLog
 from vllm_dspark.integration.metrics_totals import PlanTotals, RowTotals, StepTimes
-from vllm_dspark.integration.outcomes import OutcomeTotals, StepOutcomes
+from vllm_dspark.integration.outcomes import OutcomeTotals, StepOutcomes, reach
 from vllm_dspark.integration.report import StepOrder
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
@@ -68,6 +68,9 @@ def outcomes(accepted, verified=K, rows=1):
         sampled=column(accepted + 1),
         emitted=column(accepted + 1),
         stamps=column(1),
+        reached=reach(
+            [column(n) for n in (K, verified, verified, min(verified, accepted + 1), accepted)], K
+        ),
     )
 
 

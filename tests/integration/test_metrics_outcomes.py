@@ -26,7 +26,7 @@ def pending(rows, invalid=None, alive=lambda name: True):
     )
     drafted = {name: n for name, (n, _, _) in rows.items()}
     order = StepOrder(7, None, drafted, dict.fromkeys(drafted, 6))
-    return PendingOutcomes(output, ran, order, alive), lists
+    return PendingOutcomes(output, ran, order, K, alive), lists
 
 
 def cut(tokens, length):
@@ -91,7 +91,7 @@ class TestPending:
         order = StepOrder(1, None, {"a": 4}, {"a": 1})
         output = SimpleNamespace(scheduled_spec_decode_tokens={}, num_invalid_spec_tokens=None)
         ran = SimpleNamespace(sampled_token_ids=[], req_id_to_index={})
-        assert PendingOutcomes(output, ran, order, bool).finish(set(), None) is None
+        assert PendingOutcomes(output, ran, order, K, bool).finish(set(), None) is None
 
 
 class TestTotals:

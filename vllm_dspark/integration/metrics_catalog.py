@@ -123,7 +123,9 @@ def catalog(width: int, off_reason: str = "") -> tuple[Family, ...]:
 def _token_families(width: int) -> tuple[Family, ...]:
     return (
         _per_position(width, "drafted_tokens", "Draft tokens that the drafter had proposed."),
-        _per_position(width, "admitted_tokens", "Draft tokens let through to the target."),
+        _per_position(
+            width, "admitted_tokens", "Draft tokens that were let through to the target."
+        ),
         _per_position(
             width,
             "trimmed_tokens",

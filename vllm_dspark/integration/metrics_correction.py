@@ -9,8 +9,6 @@ object is handed out by reference, so it is filled again once vLLM's update is o
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from vllm_dspark.integration.outcomes import StepOutcomes
 
 
@@ -51,14 +49,12 @@ class Corrections:
             self._correct_requests(outcomes)
 
     def _fill(self, outcomes: StepOutcomes) -> None:
-        stats = self._stats
-        verified, accepted = outcomes.verified, outcomes.accepted
-        positions = range(stats.num_spec_tokens)
-        stats.num_drafts = int(np.count_nonzero(outcomes.admitted))
-        stats.num_draft_tokens = int(verified.sum())
-        stats.num_accepted_tokens = int(accepted.sum())
-        stats.num_draft_tokens_per_pos = [int(np.count_nonzero(verified > k)) for k in positions]
-        stats.num_accepted_tokens_per_pos = [int(np.count_nonzero(accepted > k)) for k in positions]
+        stats, (_, admitted, verified, _, accepted) = self._stats, outcomes.reached.tolist()
+        stats.num_drafts = admitted[0]
+        stats.num_draft_tokens = sum(verified)
+        stats.num_accepted_tokens = sum(accepted)
+        stats.num_draft_tokens_per_pos = verified
+        stats.num_accepted_tokens_per_pos = accepted
 
     def _correct_requests(self, outcomes: StepOutcomes) -> None:
         """Per-request metrics: vLLM has added (sampled - 1, scheduled) to each of them."""

@@ -6,7 +6,7 @@ throughout: at 256 requests an object per request would cost more than planning.
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,7 +21,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepOutcomes:
-    """The requests of one verification step, [n] each. All but the last three count drafts.
+    """The requests of one verification step, [n] each. All but the last four count drafts.
 
     drafted: tokens the drafter had proposed; scheduled: those that vLLM scheduled; admitted: those
     that the plan let through (fewer than scheduled with device windows only); verified: those that
@@ -29,7 +29,9 @@ class StepOutcomes:
     without those behind the token that ended the request, of which nothing is known; accepted:
     leading verified tokens that were emitted. sampled and emitted: tokens of the request, its
     target's own included, before and after a stop cut them. stamps: draft pass that had made the
-    drafts.
+    drafts. reached: [5, K] requests whose drafted, admitted, verified, judged and accepted drafts
+    reach a position; a draft is judged if it was verified, is not behind a stop, and all drafts
+    before it were accepted.
     """
 
     request_ids: list[str]
@@ -42,9 +44,20 @@ class StepOutcomes:
     sampled: Counts
     emitted: Counts
     stamps: Counts
+    reached: Counts
 
     def __len__(self) -> int:
         return len(self.request_ids)
+
+
+def reach(columns: Sequence[Counts], width: int) -> Counts:
+    """[columns, K] how many requests' counts reach each position."""
+    bins = width + 1
+    flat = np.concatenate(columns)
+    flat += np.arange(0, len(columns) * bins, bins).repeat(columns[0].size)
+    by_count = np.bincount(flat, minlength=len(columns) * bins).reshape(-1, bins)
+    reached: Counts = by_count[:, :0:-1].cumsum(axis=1)[:, ::-1]
+    return reached
 
 
 class PendingOutcomes:
@@ -59,68 +72,77 @@ class PendingOutcomes:
         scheduler_output: Any,
         model_runner_output: Any,
         order: StepOrder,
+        width: int,
         is_alive: Callable[[str], bool],
     ) -> None:
+        self._width = width
+        self._order = order
         self._verified: Mapping[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
         self._invalid: Mapping[str, int] = scheduler_output.num_invalid_spec_tokens or {}
-        self._rows: list[tuple[str, int, int, list[int], int]] = []
+        self.request_ids: list[str] = []  # whose drafts may have an outcome
+        self._tokens: list[list[int]] = []
+        self._sampled: list[int] = []
         sampled = model_runner_output.sampled_token_ids
         if not sampled:
             return
-        # Not scheduled after all, or only a chunk of a resumed prefill: no tokens, no outcome.
         index_of, verified = model_runner_output.req_id_to_index, self._verified
-        for (name, drafted), stamp in zip(
-            order.drafted.items(), order.stamps.values(), strict=True
-        ):
-            index = index_of.get(name)
-            if index is None or not (tokens := sampled[index]):
-                continue
-            if name in verified or is_alive(name):
-                self._rows.append((name, drafted, stamp, tokens, len(tokens)))
+        names = [name for name in order.drafted if name in index_of]
+        if not verified.keys() >= order.drafted.keys():
+            names = [name for name in names if name in verified or is_alive(name)]
+        tokens = [sampled[index_of[name]] for name in names]
+        if not all(tokens):  # only a chunk of a resumed prefill
+            names = [name for name, given in zip(names, tokens, strict=True) if given]
+            tokens = [given for given in tokens if given]
+        self.request_ids, self._tokens = names, tokens
+        self._sampled = [len(given) for given in tokens]
 
-    @property
-    def request_ids(self) -> list[str]:
-        """Requests whose drafts may have an outcome."""
-        return [row[0] for row in self._rows]
-
-    def finish(
-        self, counted: Collection[str], on_device: Mapping[str, int] | None
-    ) -> StepOutcomes | None:
+    def finish(self, counted: set[str], on_device: Mapping[str, int] | None) -> StepOutcomes | None:
         """The outcomes; None if there are none.
 
         counted: requests whose verification vLLM took note of (it drops what comes in for requests
         that have ended meanwhile); on_device: drafts that the worker let through.
         """
-        verified = self._verified
-        rows = [row for row in self._rows if row[0] in counted or row[0] not in verified]
-        if not rows:
+        verified, order = self._verified, self._order
+        names, tokens, lengths = self.request_ids, self._tokens, self._sampled
+        if not counted.issuperset(names):
+            keep = [i for i, n in enumerate(names) if n in counted or n not in verified]
+            names = [names[i] for i in keep]
+            tokens, lengths = [tokens[i] for i in keep], [lengths[i] for i in keep]
+        if not names:
             return None
-        names, drafted, stamps, lists, lengths = zip(*rows, strict=True)
-        scheduled = [len(verified.get(name, ())) for name in names]
-        columns = np.array((drafted, stamps, lengths, tuple(map(len, lists)), scheduled))
-        drafted_n, stamps_n, sampled, emitted, scheduled_n = columns
-        admitted = scheduled_n
+        sampled = np.array(lengths)
+        emitted = np.array([len(given) for given in tokens])
+        scheduled = np.array([len(verified.get(name, ())) for name in names])
+        admitted = scheduled
         if on_device is not None:
-            limits = [on_device.get(name, n) for name, n in zip(names, scheduled, strict=True)]
-            admitted = np.minimum(admitted, limits)
+            limits = [on_device.get(n, k) for n, k in zip(names, scheduled.tolist(), strict=True)]
+            admitted = np.minimum(scheduled, limits)
         scored = admitted
         if self._invalid:
             scored = admitted - np.array([self._invalid.get(name, 0) for name in names])
         passed = np.minimum(sampled - 1, scored)
         accepted = np.minimum(passed, emitted)
         before_stop = np.where(emitted <= passed, emitted, scored)
+        judged = np.minimum(before_stop, accepted + 1)
+        drafted = _column(order.drafted, names)
         return StepOutcomes(
-            list(names),
-            drafted_n,
-            scheduled_n,
-            admitted,
-            scored,
-            before_stop,
-            accepted,
-            sampled,
-            emitted,
-            stamps_n,
+            names,
+            drafted=drafted,
+            scheduled=scheduled,
+            admitted=admitted,
+            verified=scored,
+            before_stop=before_stop,
+            accepted=accepted,
+            sampled=sampled,
+            emitted=emitted,
+            stamps=_column(order.stamps, names),
+            reached=reach((drafted, admitted, scored, judged, accepted), self._width),
         )
+
+
+def _column(values: Mapping[str, int], names: list[str]) -> Counts:
+    """[n] values of requests."""
+    return np.array([values[name] for name in names])
 
 
 @dataclass
@@ -148,8 +170,6 @@ class OutcomeTotals:
         names = ("drafted", "admitted", "trimmed", "verified", "judged", "accepted")
         for name, row in zip(names, self._positions, strict=True):
             setattr(self, name, row)
-        self._bins = width + 1
-        self._offsets = np.arange(5)[:, None] * self._bins
         self.windows = np.zeros(width + 3, dtype=np.int64)
         for name in ("rows", "emitted", "discarded"):
             setattr(self, name, np.zeros(1, dtype=np.int64))
@@ -158,23 +178,20 @@ class OutcomeTotals:
         """Add the requests of one step."""
         if step is None:
             return
-        judged = np.minimum(step.before_stop, step.accepted + 1)
-        counts = np.stack((step.drafted, step.admitted, step.verified, judged, step.accepted))
-        # Requests by count, summed from the far end: how many reach each position.
-        size = 5 * self._bins
-        reached = np.bincount((counts + self._offsets).ravel(), minlength=size)
-        by_count = reached.reshape(5, self._bins)
-        per_position = by_count[:, :0:-1].cumsum(axis=1)[:, ::-1]
+        num_rows, reached, windows = len(step), step.reached, self.windows
         positions = self._positions
-        positions[[0, 1, 3, 4, 5]] += per_position
-        positions[2] += per_position[0] - per_position[1]
-        num_rows = len(step)
-        self.windows[: self._bins] += by_count[2]
-        self.windows[-1] += int(per_position[2].sum()) + num_rows
-        self.rows += num_rows
-        emitted = int(step.emitted.sum())
-        self.emitted += emitted
-        self.discarded += int(step.sampled.sum()) - emitted
+        positions[:2] += reached[:2]
+        positions[2] += reached[0] - reached[1]
+        positions[3:] += reached[2:]
+        verified = reached[2]
+        windows[0] += num_rows
+        windows[:-3] -= verified
+        windows[1:-2] += verified
+        windows[-1] += int(np.add.reduce(verified)) + num_rows
+        self.rows[0] += num_rows
+        emitted = int(np.add.reduce(step.emitted))
+        self.emitted[0] += emitted
+        self.discarded[0] += int(np.add.reduce(step.sampled)) - emitted
         self.steps += 1
 
     @property

@@ -120,7 +120,9 @@ class DSparkSchedulerMixin:
         order = order_of(scheduler_output)
         if order is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        pending = PendingOutcomes(scheduler_output, model_runner_output, order, self._is_alive)
+        pending = PendingOutcomes(
+            scheduler_output, model_runner_output, order, self.num_spec_tokens, self._is_alive
+        )
         self._corrections.begin(self, pending.request_ids)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         report = report_of(model_runner_output)
