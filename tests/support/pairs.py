@@ -223,7 +223,8 @@ def _markov_weights(
         )
         weights["markov_head.gate_proj.bias"] = torch.full((rank,), 4.0)
     elif spec.head_type == "rnn":
-        joint = torch.randn(3 * rank, 2 * rank + spec.hidden, generator=generator) * 0.05
+        scale = 0.01 if spec.kind == "markov" else 0.05
+        joint = torch.randn(3 * rank, 2 * rank + spec.hidden, generator=generator) * scale
         if spec.kind == "markov":
             # The output repeats the embedding (tanh(0.3 e) / 0.3 is nearly e), the state disturbs.
             joint[2 * rank :, rank : 2 * rank] += 0.3 * torch.eye(rank)
