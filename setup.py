@@ -1,4 +1,4 @@
-"""Packaging of vllm-dspark: metadata and entry points (settings of the tools live in pyproject.toml)."""
+"""Packaging of vllm-dspark: metadata and entry points (tool settings: pyproject.toml)."""
 
 import re
 from pathlib import Path

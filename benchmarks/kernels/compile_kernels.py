@@ -380,7 +380,7 @@ def write_docs(path: Path, rows: list[Report]) -> None:
         texts = []
         for arch in archs:
             row = found.get(arch)
-            text = "same as above" if row is None else f"{row.registers} / {row.shared_bytes}"
+            text = "-" if row is None else f"{row.registers} / {row.shared_bytes}"
             if row is not None and row.instructions != "none":
                 text += f" {row.instructions}"
             if row is not None and row.stack_bytes:

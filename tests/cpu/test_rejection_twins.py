@@ -74,19 +74,19 @@ def case(
     mapping = torch.tensor(states)
     full = torch.zeros(STATES)
     full[states] = torch.tensor(temperatures)
-    return dict(
-        target_logits=target,
-        draft_logits=draft_logits,
-        draft_sampled=draft_sampled.to(torch.int32),
-        cu_num_logits=cumulative(lengths),
-        pos=torch.randint(0, 4000, (total,), generator=generator),
-        idx_mapping=mapping,
-        expanded_idx_mapping=mapping[owner],
-        expanded_local_pos=local.to(torch.int32),
-        temperature=full,
-        seed=torch.randint(-(2**62), 2**62, (STATES,), generator=generator),
-        num_speculative_steps=STEPS,
-    )
+    return {
+        "target_logits": target,
+        "draft_logits": draft_logits,
+        "draft_sampled": draft_sampled.to(torch.int32),
+        "cu_num_logits": cumulative(lengths),
+        "pos": torch.randint(0, 4000, (total,), generator=generator),
+        "idx_mapping": mapping,
+        "expanded_idx_mapping": mapping[owner],
+        "expanded_local_pos": local.to(torch.int32),
+        "temperature": full,
+        "seed": torch.randint(-(2**62), 2**62, (STATES,), generator=generator),
+        "num_speculative_steps": STEPS,
+    }
 
 
 def sampled_tokens(sampled: torch.Tensor, num_sampled: torch.Tensor) -> list[list[int]]:
@@ -168,30 +168,30 @@ def test_block_statistics(width: int) -> None:
     compare(
         UTILS + "_compute_local_logits_stats_kernel",
         (target.shape[0], num_blocks),
-        dict(
-            target_local_argmax_ptr=blocked.long(),
-            target_local_argmax_stride=num_blocks,
-            target_local_max_ptr=blocked,
-            target_local_max_stride=num_blocks,
-            target_local_sumexp_ptr=blocked,
-            target_local_sumexp_stride=num_blocks,
-            draft_local_max_ptr=blocked,
-            draft_local_max_stride=num_blocks,
-            draft_local_sumexp_ptr=blocked,
-            draft_local_sumexp_stride=num_blocks,
-            target_logits_ptr=target,
-            target_logits_stride=VOCAB,
-            draft_logits_ptr=arguments["draft_logits"],
-            draft_logits_stride_0=STEPS * VOCAB,
-            draft_logits_stride_1=VOCAB,
-            expanded_idx_mapping_ptr=arguments["expanded_idx_mapping"],
-            expanded_local_pos_ptr=arguments["expanded_local_pos"],
-            temp_ptr=arguments["temperature"],
-            vocab_size=VOCAB,
-            num_speculative_steps=STEPS,
-            BLOCK_SIZE=128,
-            HAS_DRAFT_LOGITS=True,
-        ),
+        {
+            "target_local_argmax_ptr": blocked.long(),
+            "target_local_argmax_stride": num_blocks,
+            "target_local_max_ptr": blocked,
+            "target_local_max_stride": num_blocks,
+            "target_local_sumexp_ptr": blocked,
+            "target_local_sumexp_stride": num_blocks,
+            "draft_local_max_ptr": blocked,
+            "draft_local_max_stride": num_blocks,
+            "draft_local_sumexp_ptr": blocked,
+            "draft_local_sumexp_stride": num_blocks,
+            "target_logits_ptr": target,
+            "target_logits_stride": VOCAB,
+            "draft_logits_ptr": arguments["draft_logits"],
+            "draft_logits_stride_0": STEPS * VOCAB,
+            "draft_logits_stride_1": VOCAB,
+            "expanded_idx_mapping_ptr": arguments["expanded_idx_mapping"],
+            "expanded_local_pos_ptr": arguments["expanded_local_pos"],
+            "temp_ptr": arguments["temperature"],
+            "vocab_size": VOCAB,
+            "num_speculative_steps": STEPS,
+            "BLOCK_SIZE": 128,
+            "HAS_DRAFT_LOGITS": True,
+        },
     )
 
 
@@ -199,18 +199,18 @@ def test_drafts_inside_the_prefill_become_placeholders() -> None:
     compare(
         "spec_decode.rejection_sampler._gather_draft_sampled_kernel",
         (2,),
-        dict(
-            draft_sampled_ptr=torch.zeros(5, dtype=torch.int32),
-            pos_ptr=torch.zeros(5, dtype=torch.int64),
-            input_ids_ptr=torch.arange(100, 110, dtype=torch.int32),
-            positions_ptr=torch.arange(10),
-            logits_indices_ptr=ints(1, 2, 6, 7, 8, dtype=torch.int64),
-            expanded_idx_mapping_ptr=ints(4, 4, 0, 0, 0, dtype=torch.int64),
-            expanded_local_pos_ptr=ints(0, 1, 0, 1, 2),
-            prefill_len_ptr=ints(3, 0, 0, 0, 9, 0),
-            num_logits=5,
-            BLOCK_SIZE=4,
-        ),
+        {
+            "draft_sampled_ptr": torch.zeros(5, dtype=torch.int32),
+            "pos_ptr": torch.zeros(5, dtype=torch.int64),
+            "input_ids_ptr": torch.arange(100, 110, dtype=torch.int32),
+            "positions_ptr": torch.arange(10),
+            "logits_indices_ptr": ints(1, 2, 6, 7, 8, dtype=torch.int64),
+            "expanded_idx_mapping_ptr": ints(4, 4, 0, 0, 0, dtype=torch.int64),
+            "expanded_local_pos_ptr": ints(0, 1, 0, 1, 2),
+            "prefill_len_ptr": ints(3, 0, 0, 0, 9, 0),
+            "num_logits": 5,
+            "BLOCK_SIZE": 4,
+        },
     )
 
 

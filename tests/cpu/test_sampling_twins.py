@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cpu.twin_check import compare, interpreted, ints, native
+from tests.cpu.twin_check import compare, ints
 from vllm_dspark.cpu.noise import CHUNK, gumbel_noise, gumbel_noise64
 
 STATES = 5
@@ -34,30 +34,30 @@ def gumbel_arguments(
     seeds = [7, -3, (1 << 62) + 5, 0, -(1 << 63)]
     positions = [0, 5, 1 << 31, 77, 12345][:rows]
     maxima = torch.float64 if fp64 else torch.float32
-    arguments: dict[str, Any] = dict(
-        local_argmax_ptr=torch.full((rows, num_blocks), -7, dtype=torch.int64),
-        local_argmax_stride=num_blocks,
-        local_max_ptr=torch.zeros(rows, num_blocks, dtype=maxima),
-        local_max_stride=num_blocks,
-        logits_cache_ptr=None,
-        logits_cache_stride_0=0,
-        logits_cache_stride_1=0,
-        logits_cache_col_ptr=None,
-        logits_cache_source_ptr=None,
-        logits_cache_source_stride=0,
-        logits_ptr=logits,
-        logits_stride=vocab,
-        expanded_idx_mapping_ptr=ints(*[3, 0, 4, 1, 2][:rows], dtype=torch.int64),
-        seeds_ptr=ints(*seeds, dtype=torch.int64),
-        pos_ptr=ints(*positions, dtype=torch.int64),
-        temp_ptr=torch.tensor([0.7, 1.0, 0.0, 1.3, 0.25]),
-        vocab_size=vocab,
-        BLOCK_SIZE=block,
-        IS_DRAFTING=False,
-        APPLY_TEMPERATURE=True,
-        USE_FP64=fp64,
-        PER_TOKEN_COL=False,
-    )
+    arguments: dict[str, Any] = {
+        "local_argmax_ptr": torch.full((rows, num_blocks), -7, dtype=torch.int64),
+        "local_argmax_stride": num_blocks,
+        "local_max_ptr": torch.zeros(rows, num_blocks, dtype=maxima),
+        "local_max_stride": num_blocks,
+        "logits_cache_ptr": None,
+        "logits_cache_stride_0": 0,
+        "logits_cache_stride_1": 0,
+        "logits_cache_col_ptr": None,
+        "logits_cache_source_ptr": None,
+        "logits_cache_source_stride": 0,
+        "logits_ptr": logits,
+        "logits_stride": vocab,
+        "expanded_idx_mapping_ptr": ints(*[3, 0, 4, 1, 2][:rows], dtype=torch.int64),
+        "seeds_ptr": ints(*seeds, dtype=torch.int64),
+        "pos_ptr": ints(*positions, dtype=torch.int64),
+        "temp_ptr": torch.tensor([0.7, 1.0, 0.0, 1.3, 0.25]),
+        "vocab_size": vocab,
+        "BLOCK_SIZE": block,
+        "IS_DRAFTING": False,
+        "APPLY_TEMPERATURE": True,
+        "USE_FP64": fp64,
+        "PER_TOKEN_COL": False,
+    }
     return arguments | changes
 
 
@@ -140,28 +140,28 @@ def test_noise_follows_the_gumbel_distribution(noise: Any) -> None:
 def test_temperature_skips_greedy_and_neutral_rows() -> None:
     """float32 only, as vLLM calls it (the interpreter truncates where it stores bfloat16)."""
     logits = logits_rows(5, 133, torch.float32)
-    arguments = dict(
-        logits_ptr=logits,
-        logits_stride=133,
-        expanded_idx_mapping_ptr=ints(3, 0, 4, 1, 2, dtype=torch.int64),
-        temperature_ptr=torch.tensor([0.7, 1.0, 0.0, 1.3, 0.25]),
-        vocab_size=130,
-        BLOCK_SIZE=64,
-    )
+    arguments = {
+        "logits_ptr": logits,
+        "logits_stride": 133,
+        "expanded_idx_mapping_ptr": ints(3, 0, 4, 1, 2, dtype=torch.int64),
+        "temperature_ptr": torch.tensor([0.7, 1.0, 0.0, 1.3, 0.25]),
+        "vocab_size": 130,
+        "BLOCK_SIZE": 64,
+    }
     compare("sample.gumbel._temperature_kernel", (5, 3), arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_min_p(dtype: torch.dtype) -> None:
     logits = spoiled(logits_rows(4, 301, dtype))
-    arguments = dict(
-        logits_ptr=logits,
-        logits_stride=301,
-        expanded_idx_mapping_ptr=ints(3, 0, 4, 1, dtype=torch.int64),
-        min_p_ptr=torch.tensor([0.1, 0.0, 0.5, 0.02, 0.9]),
-        vocab_size=301,
-        BLOCK_SIZE=64,
-    )
+    arguments = {
+        "logits_ptr": logits,
+        "logits_stride": 301,
+        "expanded_idx_mapping_ptr": ints(3, 0, 4, 1, dtype=torch.int64),
+        "min_p_ptr": torch.tensor([0.1, 0.0, 0.5, 0.02, 0.9]),
+        "vocab_size": 301,
+        "BLOCK_SIZE": 64,
+    }
     compare("sample.min_p._min_p_kernel", (4,), arguments)
 
 
@@ -172,22 +172,22 @@ def test_penalties_count_prompt_output_and_earlier_drafts(vocab: int) -> None:
     counts = torch.randint(0, 3, (STATES, vocab), generator=generator, dtype=torch.int32)
     words = -(-vocab // 32)
     mask = torch.randint(-(2**31), 2**31 - 1, (STATES, words), generator=generator)
-    arguments = dict(
-        logits_ptr=spoiled(logits_rows(6, vocab, torch.float32)),
-        logits_stride=vocab,
-        expanded_idx_mapping_ptr=ints(0, 3, 3, 3, 1, 4, dtype=torch.int64),
-        token_ids_ptr=ints(1, 2, 3, 3, 5, 6),
-        expanded_local_pos_ptr=ints(0, 0, 1, 2, 0, 0),
-        repetition_penalty_ptr=torch.tensor([1.0, 1.3, 1.0, 0.8, 1.0]),
-        frequency_penalty_ptr=torch.tensor([0.0, 0.5, 0.0, -0.25, 0.0]),
-        presence_penalty_ptr=torch.tensor([0.0, 0.25, 0.0, 0.0, 0.75]),
-        prompt_bin_mask_ptr=mask.to(torch.int32),
-        prompt_bin_mask_stride=words,
-        output_bin_counts_ptr=counts,
-        output_bin_counts_stride=vocab,
-        vocab_size=vocab,
-        BLOCK_SIZE=64,
-    )
+    arguments = {
+        "logits_ptr": spoiled(logits_rows(6, vocab, torch.float32)),
+        "logits_stride": vocab,
+        "expanded_idx_mapping_ptr": ints(0, 3, 3, 3, 1, 4, dtype=torch.int64),
+        "token_ids_ptr": ints(1, 2, 3, 3, 5, 6),
+        "expanded_local_pos_ptr": ints(0, 0, 1, 2, 0, 0),
+        "repetition_penalty_ptr": torch.tensor([1.0, 1.3, 1.0, 0.8, 1.0]),
+        "frequency_penalty_ptr": torch.tensor([0.0, 0.5, 0.0, -0.25, 0.0]),
+        "presence_penalty_ptr": torch.tensor([0.0, 0.25, 0.0, 0.0, 0.75]),
+        "prompt_bin_mask_ptr": mask.to(torch.int32),
+        "prompt_bin_mask_stride": words,
+        "output_bin_counts_ptr": counts,
+        "output_bin_counts_stride": vocab,
+        "vocab_size": vocab,
+        "BLOCK_SIZE": 64,
+    }
     compare("sample.penalties._penalties_kernel", (6, -(-vocab // 64)), arguments)
 
 
@@ -196,18 +196,18 @@ def test_new_requests_are_counted() -> None:
     generator = torch.Generator().manual_seed(4)
     all_tokens = torch.randint(0, 70, (STATES, 20), generator=generator, dtype=torch.int32)
     all_tokens[3, :3] = ints(31, 31, 63)
-    arguments = dict(
-        expanded_idx_mapping_ptr=ints(3, 0, dtype=torch.int64),
-        all_token_ids_ptr=all_tokens,
-        all_token_ids_stride=20,
-        prompt_len_ptr=ints(7, 0, 0, 9, 0),
-        prefill_len_ptr=ints(7, 0, 0, 17, 0),
-        prompt_bin_mask_ptr=torch.zeros(STATES, 3, dtype=torch.int32),
-        prompt_bin_mask_stride=3,
-        output_bin_counts_ptr=torch.zeros(STATES, 70, dtype=torch.int32),
-        output_bin_counts_stride=70,
-        BLOCK_SIZE=8,
-    )
+    arguments = {
+        "expanded_idx_mapping_ptr": ints(3, 0, dtype=torch.int64),
+        "all_token_ids_ptr": all_tokens,
+        "all_token_ids_stride": 20,
+        "prompt_len_ptr": ints(7, 0, 0, 9, 0),
+        "prefill_len_ptr": ints(7, 0, 0, 17, 0),
+        "prompt_bin_mask_ptr": torch.zeros(STATES, 3, dtype=torch.int32),
+        "prompt_bin_mask_stride": 3,
+        "output_bin_counts_ptr": torch.zeros(STATES, 70, dtype=torch.int32),
+        "output_bin_counts_stride": 70,
+        "BLOCK_SIZE": 8,
+    }
     compare("sample.penalties._bincount_kernel", (2, 3), arguments)
 
 
@@ -218,22 +218,22 @@ def test_bad_words_look_back_into_output_and_drafts() -> None:
     words[3, :11] = ints(20, 6, 7, 21, 7, 30, 22, 4, 4, 5, 23)  # 20 | 6 7 21 | 7 30 22 | 4 4 5 23
     offsets = torch.zeros(STATES, 8, dtype=torch.int32)
     offsets[3, :5] = ints(0, 1, 4, 7, 11)
-    arguments = dict(
-        logits_ptr=logits_rows(4, 40, torch.float32),
-        logits_stride=40,
-        expanded_idx_mapping_ptr=ints(0, 3, 3, 3, dtype=torch.int64),
-        bad_word_token_ids_ptr=words,
-        bad_word_token_ids_stride=16,
-        bad_word_offsets_ptr=offsets,
-        bad_word_offsets_stride=8,
-        num_bad_words_ptr=ints(0, 0, 0, 4, 0),
-        all_token_ids_ptr=all_tokens,
-        all_token_ids_stride=12,
-        prompt_len_ptr=ints(2, 0, 0, 3, 0),
-        total_len_ptr=ints(4, 0, 0, 7, 0),
-        input_ids_ptr=ints(1, 7, 30, 31),
-        expanded_local_pos_ptr=ints(0, 0, 1, 2),
-    )
+    arguments = {
+        "logits_ptr": logits_rows(4, 40, torch.float32),
+        "logits_stride": 40,
+        "expanded_idx_mapping_ptr": ints(0, 3, 3, 3, dtype=torch.int64),
+        "bad_word_token_ids_ptr": words,
+        "bad_word_token_ids_stride": 16,
+        "bad_word_offsets_ptr": offsets,
+        "bad_word_offsets_stride": 8,
+        "num_bad_words_ptr": ints(0, 0, 0, 4, 0),
+        "all_token_ids_ptr": all_tokens,
+        "all_token_ids_stride": 12,
+        "prompt_len_ptr": ints(2, 0, 0, 3, 0),
+        "total_len_ptr": ints(4, 0, 0, 7, 0),
+        "input_ids_ptr": ints(1, 7, 30, 31),
+        "expanded_local_pos_ptr": ints(0, 0, 1, 2),
+    }
     ours = compare("sample.bad_words._bad_words_kernel", (4, 4), arguments)
     assert torch.isinf(ours["logits_ptr"]).sum() == 5  # 20 thrice, 21 once, 22 once
 
@@ -244,29 +244,29 @@ def test_allowed_tokens_biases_and_minimum_length(check_rows: bool) -> None:
     logits = logits_rows(5, 50, torch.float32)
     logits[2] = float("-inf")
     logits[2, [4, 6]] = torch.tensor([1.5, float("-inf")])
-    arguments = dict(
-        logits_ptr=logits,
-        logits_stride=50,
-        vocab_size=50,
-        expanded_idx_mapping_ptr=ints(0, 1, 2, 3, 4, dtype=torch.int64),
-        num_allowed_token_ids_ptr=ints(3, 0, 0, 0, 0),
-        allowed_token_ids_ptr=ints(5, 9, 41, 0).repeat(STATES, 1),
-        allowed_token_ids_stride=4,
-        num_logit_bias_ptr=ints(1, 2, 0, 0, 0),
-        bias_token_ids_ptr=ints(9, 3, 0, 0).repeat(STATES, 1),
-        bias_token_ids_stride=4,
-        bias_ptr=torch.tensor([2.5, -50.0, 0.0, 0.0]).repeat(STATES, 1),
-        bias_stride=4,
-        pos_ptr=ints(3, 8, 4, 9, 2, dtype=torch.int64),
-        min_lens_ptr=ints(9, 9, 9, 10, 9),
-        num_stop_token_ids_ptr=ints(0, 1, 2, 2, 2),
-        restore_when_all_masked_ptr=ints(0, 0, 1, 0, 1),
-        stop_token_ids_ptr=ints(4, 6, 0, 0).repeat(STATES, 1),
-        stop_token_ids_stride=4,
-        BLOCK_SIZE=4,
-        LOGITS_BLOCK_SIZE=32,
-        CHECK_ALL_MASKED_ROWS=check_rows,
-    )
+    arguments = {
+        "logits_ptr": logits,
+        "logits_stride": 50,
+        "vocab_size": 50,
+        "expanded_idx_mapping_ptr": ints(0, 1, 2, 3, 4, dtype=torch.int64),
+        "num_allowed_token_ids_ptr": ints(3, 0, 0, 0, 0),
+        "allowed_token_ids_ptr": ints(5, 9, 41, 0).repeat(STATES, 1),
+        "allowed_token_ids_stride": 4,
+        "num_logit_bias_ptr": ints(1, 2, 0, 0, 0),
+        "bias_token_ids_ptr": ints(9, 3, 0, 0).repeat(STATES, 1),
+        "bias_token_ids_stride": 4,
+        "bias_ptr": torch.tensor([2.5, -50.0, 0.0, 0.0]).repeat(STATES, 1),
+        "bias_stride": 4,
+        "pos_ptr": ints(3, 8, 4, 9, 2, dtype=torch.int64),
+        "min_lens_ptr": ints(9, 9, 9, 10, 9),
+        "num_stop_token_ids_ptr": ints(0, 1, 2, 2, 2),
+        "restore_when_all_masked_ptr": ints(0, 0, 1, 0, 1),
+        "stop_token_ids_ptr": ints(4, 6, 0, 0).repeat(STATES, 1),
+        "stop_token_ids_stride": 4,
+        "BLOCK_SIZE": 4,
+        "LOGITS_BLOCK_SIZE": 32,
+        "CHECK_ALL_MASKED_ROWS": check_rows,
+    }
     compare("sample.logit_bias._bias_kernel", (5,), arguments)
 
 
@@ -277,135 +277,16 @@ def test_grammar_bitmask_by_request_and_position(vocab: int, dtype: torch.dtype)
     generator = torch.Generator().manual_seed(vocab)
     words = -(-vocab // 32)
     mask = torch.randint(-(2**31), 2**31 - 1, (4, words), generator=generator).to(torch.int32)
-    arguments = dict(
-        logits_ptr=logits_rows(5, vocab, dtype),
-        logits_stride=vocab,
-        logits_indices_ptr=ints(0, 1, 8, 10),  # stride 4: (0,0) (0,1) (2,0) (2,2)
-        cu_num_logits_ptr=ints(0, 1, 3, 5),
-        bitmask_ptr=mask,
-        bitmask_stride=words,
-        vocab_size=vocab,
-        MASK_STRIDE=4,
-        BLOCK_SIZE=64,
-    )
+    arguments = {
+        "logits_ptr": logits_rows(5, vocab, dtype),
+        "logits_stride": vocab,
+        "logits_indices_ptr": ints(0, 1, 8, 10),  # stride 4: (0,0) (0,1) (2,0) (2,2)
+        "cu_num_logits_ptr": ints(0, 1, 3, 5),
+        "bitmask_ptr": mask,
+        "bitmask_stride": words,
+        "vocab_size": vocab,
+        "MASK_STRIDE": 4,
+        "BLOCK_SIZE": 64,
+    }
     grid = (4, -(-vocab // 64))
     compare("structured_outputs._apply_grammar_bitmask_kernel", grid, arguments)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_of_listed_tokens(dtype: torch.dtype) -> None:
-    logits = logits_rows(35, 700, dtype)
-    logits[1, ::3] = float("-inf")
-    generator = torch.Generator().manual_seed(1)
-    arguments = dict(
-        output_ptr=torch.zeros(35, 5),
-        logits_ptr=logits,
-        logits_stride=700,
-        topk_ids_ptr=torch.randint(0, 700, (35, 5), generator=generator),
-        topk_ids_stride=5,
-        topk=5,
-        vocab_size=700,
-        BLOCK_SIZE=128,
-        TOPK_BLOCK_SIZE=4,
-    )
-    close = {"output_ptr": 2e-6}
-    compare("sample.logprob._topk_log_softmax_kernel", (35,), arguments, close)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_count_ties_and_ignore_nan(dtype: torch.dtype) -> None:
-    """No row ranks a token of -inf: the kernel would count its own padding there.
-
-    The interpreter compares bfloat16 by its bits, so it gets the logits as float32.
-    """
-    logits = spoiled(logits_rows(34, 130, dtype))
-    logits[2], logits[3] = logits[5], 1.0
-    arguments = dict(
-        output_ptr=torch.zeros(34, dtype=torch.int64),
-        logits_ptr=logits.float(),
-        logits_stride=130,
-        token_ids_ptr=torch.arange(34, dtype=torch.int64),
-        vocab_size=130,
-        BLOCK_SIZE=64,
-    )
-    expected = compare("sample.logprob._ranks_kernel", (34,), arguments)["output_ptr"]
-    arguments["logits_ptr"] = logits
-    native("vllm.v1.worker.gpu.sample.logprob._ranks_kernel")(**arguments)
-    assert torch.equal(arguments["output_ptr"], expected)
-
-
-@pytest.mark.parametrize("num_topk", [0, 2])
-def test_columns_of_a_logprobs_row(num_topk: int) -> None:
-    arguments = dict(
-        out_token_ids_ptr=torch.zeros(3, 5, dtype=torch.int64),
-        out_token_ids_stride=5,
-        out_valid_mask_ptr=torch.zeros(3, 5, dtype=torch.bool),
-        out_valid_mask_stride=5,
-        sampled_token_ids_ptr=ints(11, 12, 13, dtype=torch.int64),
-        topk_indices_ptr=torch.arange(6, dtype=torch.int32).view(3, 2),
-        topk_indices_stride=2,
-        expanded_idx_mapping_ptr=ints(4, 0, 2, dtype=torch.int64),
-        num_per_req_token_ids_ptr=ints(4, 0, 1, 0, 0),
-        per_req_token_ids_ptr=torch.arange(30, dtype=torch.int32).view(5, 6),
-        per_req_token_ids_stride=6,
-        NUM_TOPK=num_topk,
-        PADDED_COLS=4,
-    )
-    compare("sample.logprob._fill_logprob_token_ids_kernel", (3,), arguments)
-
-
-def test_prompt_logprobs_are_of_the_following_token() -> None:
-    arguments = dict(
-        prompt_logprobs_token_ids_ptr=torch.zeros(6, dtype=torch.int64),
-        query_start_loc_ptr=ints(0, 1, 4, 6),
-        idx_mapping_ptr=ints(2, 0, 1, dtype=torch.int64),
-        num_computed_tokens_ptr=ints(3, 0, 5),
-        all_token_ids_ptr=torch.arange(60, dtype=torch.int32).view(3, 20),
-        all_token_ids_stride=20,
-        BLOCK_SIZE=2,
-    )
-    compare("sample.prompt_logprob._prompt_logprobs_token_ids_kernel", (3,), arguments)
-
-
-def test_sampled_tokens_are_laid_out_by_logits_row() -> None:
-    arguments = dict(
-        flat_sampled_ptr=torch.zeros(9, dtype=torch.int64),
-        sampled_ptr=torch.arange(12).view(3, 4),
-        sampled_stride=4,
-        num_sampled_ptr=ints(3, 0, 2),
-        cu_num_logits_ptr=ints(0, 4, 5, 9),
-    )
-    compare("spec_decode.rejection_sampler._flatten_sampled_kernel", (3,), arguments)
-
-
-def test_sampling_masks() -> None:
-    logits = logits_rows(5, 45, torch.float32)
-    logits[:, ::2] = float("-inf")
-    logits[1, 7] = float("inf")
-    arguments = dict(
-        logits_ptr=logits,
-        logits_row_stride=45,
-        logits_col_stride=1,
-        cu_num_logits_ptr=ints(0, 3, 5),
-        num_sampled_tokens_ptr=ints(2, 1),
-        token_ids_ptr=torch.zeros(6, 10, dtype=torch.int32),
-        token_ids_row_stride=10,
-        packed_mask_ptr=torch.zeros(6, 6, dtype=torch.uint8),
-        packed_mask_row_stride=6,
-        counts_ptr=torch.full((6,), -7, dtype=torch.int32),
-        vocab_size=45,
-        max_num_kept=10,
-        ROWS_PER_REQUEST=3,
-        BLOCK_SIZE=64,
-    )
-    compare("sample.output._compact_sampling_mask_kernel", (6,), arguments)
-
-
-def test_nans_are_counted() -> None:
-    """The interpreter has no isnan, so the expectation is written out."""
-    logits = spoiled(logits_rows(4, 33, torch.bfloat16))
-    counted = torch.full((4,), -7, dtype=torch.int32)
-    name = "vllm.v1.worker.gpu.metrics.logits._num_nans_kernel"
-    assert interpreted(name).arg_names[:2] == ["logits_ptr", "logits_stride"]
-    native(name)(logits, 33, counted, 33, BLOCK_SIZE=8)
-    assert counted.tolist() == [7, 0, 0, 0]

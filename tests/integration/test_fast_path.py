@@ -1,4 +1,4 @@
-"""The parts that run are ours, native on a CPU; and exactly stock ones where we are switched off."""
+"""The parts that run are ours, native on a CPU; and stock ones where we are switched off."""
 
 from collections import Counter
 from collections.abc import Callable

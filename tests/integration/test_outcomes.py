@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.scenarios import generate, make_prompts, params
 from tests.integration.test_equality import MARKOV, SYMBOLS
-from tests.support.engines import dspark, engine, scheduler_of
+from tests.support.engines import dspark, engine, runner_of, scheduler_of
 
 pytestmark = pytest.mark.engine
 
@@ -96,7 +96,7 @@ def test_short_run_by_hand(build: Callable, tmp_path: Path) -> None:
     """Catches any wrong count: each step is recomputed from the drafts and the target's own text.
 
     At T=0 a step accepts the longest admitted prefix of the drafts that the target would have
-    written itself; the drafts are read from the scheduler before each step.
+    written itself; the drafts are read from the drafter before each step.
     """
     pair, path = build(MARKOV), tmp_path / "outcomes.jsonl"
     prompt = make_prompts(SYMBOLS)[4:5]
@@ -105,11 +105,12 @@ def test_short_run_by_hand(build: Callable, tmp_path: Path) -> None:
     windows = [8, 1, 3, 5, 2, 8, 4]
     options = {"test_windows": windows, "record_outcomes": str(path)}
     with engine(pair.target, dspark(pair.drafter, options, num_speculative_tokens=7)) as llm:
-        scheduler, drafts = scheduler_of(llm), []
+        scheduler, speculator, drafts = scheduler_of(llm), runner_of(llm).speculator, []
         schedule = scheduler.schedule
 
         def spy(*args: Any, **kwargs: Any) -> Any:
-            drafts.extend(list(r.spec_token_ids) for r in scheduler.running if r.spec_token_ids)
+            if any(r.spec_token_ids for r in scheduler.running):
+                drafts.append(speculator.draft_tokens[0].tolist())
             return schedule(*args, **kwargs)
 
         scheduler.schedule = spy

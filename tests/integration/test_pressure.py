@@ -17,6 +17,10 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
+# room for about half of what the six requests hold in the end
+PRESSED = {"num_gpu_blocks_override": 20, "block_size": 32, "max_model_len": 256}
+
+
 def _preemptions(llm: Any) -> int:
     return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
@@ -34,7 +38,7 @@ def test_preemption(build: Callable, unpressed: list, windows: str, caching: boo
     """Catches rows, drafts or context KV that survive a preemption, or are missing after it."""
     pair = build(MARKOV)
     speculative = dspark(pair.drafter, WINDOWS[windows], num_speculative_tokens=7)
-    pressed = {"num_gpu_blocks_override": 24, "block_size": 32, "max_model_len": 256}
+    pressed: dict[str, Any] = dict(PRESSED)
     pressed["enable_prefix_caching"] = caching
     with engine(pair.target, speculative, **pressed) as llm:
         found = generate(llm, make_prompts(SYMBOLS)[:6], params(200))
@@ -50,10 +54,9 @@ def test_abort_while_another_is_preempted(build: Callable, unpressed: list, wind
     pair = build(MARKOV)
     prompts = make_prompts(SYMBOLS)[:6]
     speculative = dspark(pair.drafter, WINDOWS[windows], num_speculative_tokens=7)
-    pressed = {"num_gpu_blocks_override": 24, "block_size": 32, "max_model_len": 256}
-    with engine(pair.target, speculative, **pressed) as llm:
-        arrivals = {f"p-{i}": (i, prompt, params(200)) for i, prompt in enumerate(prompts)}
-        finished = drive(llm, arrivals, {"p-1": 24, "p-4": 40})
+    with engine(pair.target, speculative, **PRESSED) as llm:
+        arrivals = {f"p-{i}": (0, prompt, params(200)) for i, prompt in enumerate(prompts)}
+        finished = drive(llm, arrivals, {"p-1": 40, "p-4": 50})
         assert _preemptions(llm) > 0
     left = [0, 2, 3, 5]
     found = [a for i in left for a in answers(finished[f"p-{i}"])]

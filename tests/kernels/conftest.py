@@ -32,8 +32,30 @@ def _teach_interpreter_bf16() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def _interpret_standard_library() -> None:
+    # tl.sum, tl.cdiv, ... are triton.jit functions too. Where an earlier test imported triton, they
+    # were decorated for compilation, and an interpreted kernel cannot call them.
+    # Gluon first: the first launch imports it, and it refuses a library already converted.
+    import triton.experimental.gluon  # noqa: F401
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    for module in (tl, tl.core, tl.standard, tl.math):
+        for name, value in vars(module).items():
+            if isinstance(value, JITFunction):
+                setattr(module, name, InterpretedFunction(value.fn))
+
+
+def pytest_collection_finish():
+    # The kernels are decorated by now; engines that later tests start must not inherit the switch.
+    if DEVICE == "cpu":
+        os.environ.pop("TRITON_INTERPRET", None)
+
+
 if DEVICE == "cpu":
     torch.set_num_threads(1)
+    _interpret_standard_library()
     _teach_interpreter_bf16()
 
 

@@ -40,7 +40,7 @@ def reports(tmp_path_factory):
         processes.append((subprocess.Popen(command, env=environment), path))
     rows = []
     for process, path in processes:
-        assert process.wait(timeout=900) == 0, "the compile script failed; its output is above"
+        assert process.wait(timeout=1800) == 0, "the compile script failed; its output is above"
         rows += json.loads(path.read_text())
     return rows
 

@@ -74,6 +74,9 @@ def serve_command(spec: EngineSpec, settings: ServeSettings, socket_path: Path) 
             "method": "dspark",
             "model": str(spec.drafter),
             "num_speculative_tokens": settings.num_speculative_tokens,
+            # Defaults throughout, but step costs are measured by this run: those that an earlier
+            # one left in the user's cache may come from a busier machine.
+            "dspark": {"cache_dir": str(socket_path.parent / "artifacts")},
         }
         command += ["--speculative-config", json.dumps(speculative)]
     return command

@@ -140,7 +140,8 @@ class DeviceWindows:
             shared = torch.from_numpy(admitted)
             admitted = self._tp_group.broadcast(shared, src=0).numpy()
         self.admitted = dict(zip(req_ids, admitted.tolist(), strict=True))
-        return admitted
+        result: IntArray = admitted
+        return result
 
     def _rank(
         self, order: StepOrder, req_ids: list[str], slots: IntArray, num_drafts: IntArray

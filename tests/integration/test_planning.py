@@ -1,0 +1,210 @@
+"""Plans made in the engine core and executed by the worker, with windows on the host and on it.
+
+Each engine gets a cost table by file, so what is planned depends on no clock.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.costs import write_cost_table
+from tests.support.engines import dspark, engine, runner_of, scheduler_of, token_lists
+from tests.support.pairs import Pair, PairSpec
+from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
+from vllm_dspark.planning.plan import PlanKind
+
+pytestmark = pytest.mark.engine
+
+SPEC = PairSpec(kind="markov", noise=0.2)
+# Every row costs a tenth of an empty step: at 8 requests most drafts are not worth it.
+DEAR = {"base_ms": 10.0, "per_token_ms": 1.0}
+# Rows are all that costs: no draft of this drafter can be worth verifying.
+HOPELESS = {"base_ms": 0.1, "per_token_ms": 10.0, "draft_ms": 10.0}
+CHEAP = {"base_ms": 100.0, "per_token_ms": 0.05, "draft_ms": 0.1}
+
+
+def prompts(count: int) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": [10 + i, 20, 30 + 2 * i]} for i in range(count)]
+
+
+def greedy(tokens: int = 40) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(build: Callable) -> Pair:
+    return build(SPEC)
+
+
+@pytest.fixture(scope="module")
+def expected(pair: Pair) -> list[list[int]]:
+    with engine(pair.target) as llm:
+        return token_lists(llm.generate(prompts(8), greedy(), use_tqdm=False))
+
+
+def options(table: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "scheduling": "auto",
+        "cost_table": str(table),
+        "online_cost": False,
+        **changes,
+    }
+
+
+def watch_plans(llm: Any) -> list[Any]:
+    """Every plan that the engine core makes from now on."""
+    conductor = scheduler_of(llm).conductor
+    plans: list[Any] = []
+    order = conductor.order
+
+    def noted(*args: Any) -> Any:
+        made = order(*args)
+        if made.plan is not None:
+            plans.append(made.plan)
+        return made
+
+    conductor.order = noted
+    return plans
+
+
+@pytest.mark.parametrize("windows", ["host", "device"])
+def test_trimming_keeps_the_output(
+    pair: Pair, expected: list[list[int]], tmp_path: Path, windows: str
+) -> None:
+    """Catches windows that lose, repeat or misplace tokens, and plans that never trim at all."""
+    table = write_cost_table(tmp_path / "table.json", **DEAR)
+    speculative = dspark(pair.drafter, options(table, windows=windows))
+    with engine(pair.target, speculative) as llm:
+        plans = watch_plans(llm)
+        outputs = token_lists(llm.generate(prompts(8), greedy(), use_tqdm=False))
+        totals, runner = scheduler_of(llm).dspark_totals, runner_of(llm)
+        box = runner._windows.box if runner._windows is not None else None
+    assert outputs == expected
+    trimmed = [plan for plan in plans if plan.kind is PlanKind.TRIM]
+    assert len(trimmed) > 5, [plan.reason for plan in plans]
+    assert 0 < totals.verified.sum() < totals.drafted.sum()
+    assert totals.accepted.sum() > 0
+    if windows == "device":
+        assert box is not None, "device windows were asked for and are not there"
+        assert box.accepted == len(trimmed)
+        assert box.mismatched == box.unclaimed == 0
+        assert all(plan.windows == () for plan in trimmed)
+    else:
+        assert box is None
+        assert all(len(plan.windows) == plan.num_requests for plan in trimmed)
+
+
+def test_cheap_rows_stay_native(pair: Pair, expected: list[list[int]], tmp_path: Path) -> None:
+    """Catches trimming for its own sake: where rows are free, every draft is verified."""
+    table = write_cost_table(tmp_path / "table.json", **CHEAP)
+    with engine(pair.target, dspark(pair.drafter, options(table))) as llm:
+        plans = watch_plans(llm)
+        assert token_lists(llm.generate(prompts(8), greedy(), use_tqdm=False)) == expected
+        totals = scheduler_of(llm).dspark_totals
+    assert {plan.kind for plan in plans} == {PlanKind.NATIVE}
+    assert (totals.verified[0], totals.trimmed.sum()) == (totals.drafted[0], 0)
+
+
+def test_skipped_drafting_keeps_output_and_resumes(
+    pair: Pair, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Catches stale drafts after a pause, lost context KV, and a pause that never ends."""
+    table = write_cost_table(tmp_path / "table.json", **HOPELESS)
+    speculative = dspark(pair.drafter, options(table, probe_interval=8, hysteresis_steps=1))
+    with engine(pair.target, speculative) as llm:
+        plans = watch_plans(llm)
+        assert token_lists(llm.generate(prompts(8), greedy(), use_tqdm=False)) == expected
+        kinds = [plan.kind for plan in plans]
+        assert kinds.count(PlanKind.SKIP_DRAFT) > 10, kinds
+        assert any(not plan.draft_next for plan in plans)
+        # Load falls: rows become free, and within two steps drafts are verified again.
+        from vllm_dspark.artifacts.store import read_cost_table
+        from vllm_dspark.planning.online_cost import CostModel
+
+        cheap = read_cost_table(write_cost_table(tmp_path / "cheap.json", **CHEAP)).to_table()
+        scheduler_of(llm).conductor.planner.cost = CostModel(cheap, online=False)
+        plans.clear()
+        verified = scheduler_of(llm).dspark_totals.verified.sum()
+        assert token_lists(llm.generate(prompts(8), greedy(), use_tqdm=False)) == expected
+        assert scheduler_of(llm).dspark_totals.verified.sum() > verified
+        first_native = next(i for i, p in enumerate(plans) if p.kind is PlanKind.NATIVE)
+    assert first_native <= 2 + 2, [plan.reason for plan in plans[:8]]  # prefill steps come first
+
+
+def test_seeded_requests_keep_their_windows(pair: Pair, tmp_path: Path) -> None:
+    """Catches seeds that depend on load: a seeded sampled request is never trimmed."""
+    from vllm import SamplingParams
+
+    table = write_cost_table(tmp_path / "table.json", **DEAR)
+    seeded = SamplingParams(temperature=0.8, seed=7, max_tokens=32, ignore_eos=True)
+    unseeded = SamplingParams(temperature=0.8, max_tokens=32, ignore_eos=True)
+    with engine(pair.target, dspark(pair.drafter, options(table))) as llm:
+        alone = token_lists(llm.generate(prompts(1), seeded, use_tqdm=False))[0]
+        crowd = [seeded, *[unseeded] * 7]
+        together = token_lists(llm.generate(prompts(8), crowd, use_tqdm=False))[0]
+        assert scheduler_of(llm).dspark_totals.trimmed.sum() > 0
+    # The first token follows the prompt and may come from a step where nobody had drafts.
+    assert len(alone) == len(together) == 32
+
+
+def test_a_plan_of_another_step_is_refused(pair: Pair, tmp_path: Path) -> None:
+    """Catches half-applied plans: what does not match the step runs native and is counted."""
+    table = write_cost_table(tmp_path / "table.json", **DEAR)
+    with engine(pair.target, dspark(pair.drafter, options(table, windows="device"))) as llm:
+        conductor = scheduler_of(llm).conductor
+        order = conductor.order
+
+        def stale(*args: Any) -> Any:
+            made = order(*args)
+            if made.plan is None or made.plan.kind is not PlanKind.TRIM:
+                return made
+            return replace(made, plan=replace(made.plan, step_id=made.plan.step_id + 1))
+
+        conductor.order = stale
+        outputs = token_lists(llm.generate(prompts(8), greedy(), use_tqdm=False))
+        box = runner_of(llm)._windows.box
+        totals = scheduler_of(llm).dspark_totals
+    assert box.accepted == 0 and box.mismatched > 5
+    assert totals.trimmed.sum() == 0, "a refused plan was executed all the same"
+    assert all(len(tokens) == 40 for tokens in outputs)
+
+
+def test_measured_table_is_kept_for_the_next_start(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a second start that measures again, and a table that never reaches the planner.
+
+    The measurement runs for real, but its times are replaced: on a busy machine they may rightly
+    be refused as noise.
+    """
+    from vllm_dspark.integration import profiling
+
+    measured: list[tuple[int, int]] = []
+
+    def timed(runner: Any, requests: int, tokens: int, kv_tokens: int) -> list[StepTiming]:
+        samples = real(runner, requests, tokens, kv_tokens)
+        measured.append((tokens, kv_tokens))
+        ms = 10.0 + tokens + kv_tokens / 1000
+        return [replace(sample, forward_ms=ms, draft_ms=2.0) for sample in samples]
+
+    real = profiling._measure
+    monkeypatch.setattr(profiling, "_measure", timed)
+    settings = {"scheduling": "auto", "cache_dir": str(tmp_path)}
+    small = {"max_num_seqs": 2, "max_model_len": 64}
+    with engine(pair.target, dspark(pair.drafter, settings), **small) as llm:
+        llm.generate(prompts(2), greedy(8), use_tqdm=False)
+        planner = scheduler_of(llm).conductor.planner
+    assert planner is not None and planner.cost is not None
+    assert planner.cost.table.draft.sizes == (1, 2)
+    sizes = planner.cost.table.grids[StepMode.EAGER, StepShape.RAGGED].sizes
+    assert sizes == (1, 2, 3, 4, 5, 6, 7, 8, 16)
+    (file,) = tmp_path.glob("cost-table-*.json")
+    measured.clear()
+    with engine(pair.target, dspark(pair.drafter, settings), **small) as llm:
+        assert scheduler_of(llm).conductor.planner is not None, "not reused at start-up"
+    assert measured == [] and list(tmp_path.glob("cost-table-*.json")) == [file]
