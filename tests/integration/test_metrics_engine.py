@@ -1,13 +1,18 @@
 """Metrics of real engines: exact numbers at stops, with windows, off, and after restarts."""
 
+import os
 import tempfile
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.artifacts.records import fingerprint
+from tests.planning.builders import grid
 from tests.support.engines import dspark, engine, scheduler_of, token_lists
 from tests.support.pairs import PairSpec, build_pair
+from vllm_dspark.artifacts.schema import CostTableRecord
+from vllm_dspark.planning.cost import CostTable, StepMode, StepShape
 
 pytestmark = pytest.mark.engine
 
@@ -77,7 +82,7 @@ def run(llm, prompts, parameters):
 
 
 def folders():
-    return set(Path(tempfile.gettempdir()).glob("vllm-dspark-metrics-*/*"))
+    return set(Path(tempfile.gettempdir()).glob(f"vllm-dspark-metrics-{os.getpid()}-*/*"))
 
 
 class TestExactNumbers:
@@ -196,3 +201,58 @@ def test_engines_come_and_go(pair, tmp_path, caplog):
         assert scheduler_of(llm).dspark_metrics.sinks == []
         assert not any("dspark" in metric.name for metric in llm.get_metrics())
         assert folders() == before
+
+
+def steep_table(path):
+    """A cost table in which four tokens cost as much as a step, so that trimming pays."""
+    sizes = [1, 2, 4, 8, 16, 64]
+    cells = grid(sizes, [4.0 + size for size in sizes])
+    shapes = (StepShape.RAGGED, StepShape.NATIVE, StepShape.SINGLE)
+    table = CostTable(
+        {(StepMode.EAGER, shape): cells for shape in shapes}, grid((1, 8), (0.1, 0.2))
+    )
+    record = CostTableRecord.from_table(table, fingerprint(num_speculative_tokens=K))
+    path.write_text(record.model_dump_json())
+    return str(path)
+
+
+def test_a_planned_engine(build, tmp_path):
+    """Plans, prices and confidences of a real engine reach the metrics and agree."""
+    pair = build(PairSpec(kind="markov", block_size=K))
+    options = {"scheduling": "auto", "cost_table": steep_table(tmp_path / "t.json")}
+    with engine(pair.target, dspark(pair.drafter, options, num_speculative_tokens=K)) as llm:
+        prompts = [prompt(i) for i in range(4)]
+        lists, rose = run(llm, prompts, params(max_tokens=60))
+        metrics = scheduler_of(llm).dspark_metrics
+        metrics._next_slow = 0.0
+        metrics.publish()
+        seen = read(llm)
+    assert [len(tokens) for tokens in lists] == [60] * 4
+    assert rose("dspark_emitted_tokens") == 4 * 59
+    kinds = {}
+    for (kind, _), count in seen["dspark_steps"].items():
+        kinds[kind] = kinds.get(kind, 0) + count
+    assert kinds["unplanned"] == 1  # the prefill
+    assert kinds.get("trim", 0) + kinds.get("skip_draft", 0) > 0
+    steps = sum(kinds.values())
+    assert seen["dspark_draft_passes"] + seen["dspark_skipped_draft_passes"] == steps
+    assert seen["dspark_scheduling"] == {("",): 1.0}
+    for position in range(K):
+        at = {
+            name: seen[f"dspark_{name}_tokens"][(str(position),)]
+            for name in ("drafted", "admitted", "trimmed", "verified", "judged", "accepted")
+        }
+        assert at["drafted"] == at["admitted"] + at["trimmed"]
+        assert at["admitted"] >= at["verified"] >= at["judged"] >= at["accepted"]
+    assert rose("dspark_trimmed_tokens") > 0
+    assert rose("spec_decode_num_draft_tokens") == rose("dspark_verified_tokens")
+    assert rose("spec_decode_num_accepted_tokens") == rose("dspark_accepted_tokens")
+    rows, window_sum = seen["dspark_window"]
+    assert rows == seen["dspark_request_steps"]
+    assert window_sum == rows + rose("dspark_verified_tokens")
+    assert seen["dspark_predicted_tokens"] > 0
+    assert 0 < seen["dspark_timed_steps"] <= steps
+    assert seen["dspark_step_time_ratio"][0] == seen["dspark_timed_steps"]
+    assert sum(seen["dspark_confidence_rows"].values()) > 0
+    assert seen["dspark_paired_drafts"][("0",)] > 0
+    assert set(seen["dspark_ece"]) <= {(str(k),) for k in range(K)}

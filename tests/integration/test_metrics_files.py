@@ -2,10 +2,14 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +17,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.carrier import CarriedOptions, MetricsPlace
 from vllm_dspark.integration.metrics_catalog import FALLBACKS, catalog
-from vllm_dspark.integration.metrics_collector import DSparkCollector, open_sinks
+from vllm_dspark.integration.metrics_collector import DSparkCollector, _FrontEnd, open_sinks
 from vllm_dspark.integration.metrics_files import (
     PrometheusFiles,
     RecordFile,
@@ -23,6 +28,7 @@ from vllm_dspark.integration.metrics_files import (
     read_records,
     sweep,
 )
+from vllm_dspark.integration.settle import _metrics_place
 
 K = 3
 FAMILIES = catalog(K)
@@ -229,10 +235,6 @@ class TestPrometheusFiles:
 
 class TestPlace:
     def test_travels_with_the_options(self):
-        import pickle
-
-        from vllm_dspark.config import DSparkConfig
-
         place = MetricsPlace(Path("/somewhere"), Path("/multi"))
         carried = CarriedOptions(DSparkConfig(), place, ("foreign_worker",))
         again = pickle.loads(pickle.dumps(carried))
@@ -256,6 +258,61 @@ class TestPlace:
         for sink in sinks:
             sink.close()
         assert list(multi.iterdir()) == []
+
+
+FRONT_END = """
+import os
+from prometheus_client import REGISTRY
+from vllm_dspark.integration.metrics_collector import DSparkCollector, provide_place
+
+def collectors():
+    return [c for c in REGISTRY._collector_to_names if isinstance(c, DSparkCollector)]
+
+place = provide_place()
+assert provide_place() == place and not place.folder.exists(), "a place is only a name"
+assert [c.folder for c in collectors()] == [place.folder]
+place.folder.mkdir()
+(place.folder / "x").write_text("")
+child = os.fork()
+if child == 0:
+    other = provide_place()
+    assert other.folder != place.folder
+    assert [c.folder for c in collectors()] == [other.folder], "one, of the child"
+    raise SystemExit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert place.folder.exists(), "the child must not clean up for its parent"
+print(place.folder)
+"""
+
+
+def test_a_front_end_its_fork_and_its_end(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", FRONT_END]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert Path(ran.stdout.strip()).parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+class TestDeclined:
+    """What an engine without our scheduler gave up is said by the front end."""
+
+    def test_is_published_and_replaced(self, tmp_path):
+        front_end = _FrontEnd()
+        place = MetricsPlace(tmp_path / "f")
+        for declined in (["stood_aside"], ["foreign_worker", "foreign_scheduler"]):
+            front_end.publish_declined(place, ("m", "0"), K, declined)
+        samples = scrape(tmp_path / "f")
+        found = {dict(labels)["reason"] for name, labels in samples if "fallbacks" in name}
+        assert found == {"foreign_worker", "foreign_scheduler"}
+
+    @pytest.mark.parametrize(
+        ("count", "rank", "wanted"), [(1, 0, True), (2, -1, True), (2, 0, False), (2, 1, False)]
+    )
+    def test_one_of_several_api_servers_provides_nothing(self, count, rank, wanted):
+        args = SimpleNamespace(_api_process_count=count, _api_process_rank=rank)
+        assert (_metrics_place(args, DSparkConfig()) is not None) == wanted
+        assert _metrics_place(args, DSparkConfig(metrics=False)) is None
 
 
 def test_fallbacks_are_the_last_family():

@@ -139,7 +139,7 @@ CONTRACT: tuple[Symbol, ...] = (
     Symbol(
         "v1/core/sched/scheduler.py",
         "Scheduler.make_spec_decoding_stats",
-        params=("num_draft_tokens", "num_accepted_tokens"),
+        params=("num_draft_tokens", "num_accepted_tokens", "request_id"),
     ),
     Symbol(
         "v1/core/sched/scheduler.py", "Scheduler", fields=("running", "requests", "num_spec_tokens")
