@@ -139,6 +139,7 @@ def test_both_outcomes_of_verification_occurred(running: Running) -> None:
     """Catches a vacuous pass: drafts must have been accepted and refused at many positions."""
     if running.variant.options is None:
         return
+    _sample(running.llm, [PROMPT] * 96, 300, "plain")
     totals = scheduler_of(running.llm).dspark_totals
     assert (totals.accepted[:4] > 100).all(), totals
     refused = totals.verified[:4] - totals.accepted[:4]
