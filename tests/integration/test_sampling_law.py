@@ -139,10 +139,11 @@ def test_both_outcomes_of_verification_occurred(running: Running) -> None:
     """Catches a vacuous pass: drafts must have been accepted and refused at many positions."""
     if running.variant.options is None:
         return
+    _sample(running.llm, [PROMPT] * 96, 300, "plain")
     totals = scheduler_of(running.llm).dspark_totals
-    rate = totals.accepted[:4] / np.maximum(totals.verified[:4], 1)
-    assert (rate > 0.05).all(), totals
-    assert (rate < 0.95).all(), totals
+    assert (totals.accepted[:4] > 100).all(), totals
+    refused = totals.verified[:4] - totals.accepted[:4]
+    assert (refused > 100).all(), totals
 
 
 def _long_run(llm: Any, pair: Pair, sampling: str) -> tuple[float, float, float]:
