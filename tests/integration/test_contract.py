@@ -23,6 +23,8 @@ WHEEL_VARIABLE = "VLLM_DSPARK_WHEEL_033"
 
 CONTRACT_CHECKED_ON_033 = frozenset(
     {
+        "model_executor.models.qwen3_dflash:DFlashQwen3Model",
+        "model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM",
         "engine.arg_utils:EngineArgs",
         "engine.arg_utils:EngineArgs.create_speculative_config",
         "v1.core.sched.async_scheduler:AsyncScheduler",

@@ -52,8 +52,9 @@ def _create(
     given = args.speculative_config
     options = _take_options(args)
     off = options is not None and not options.enabled
+    named = _names_dspark(args)
     try:
-        if _names_dspark(args) and not off:
+        if named and not off:
             from vllm_dspark.integration import preflight
 
             preflight.check_request(args, target_model)
@@ -72,8 +73,11 @@ def _create(
                 'set "method": "dspark" or drop the "dspark" object'
             )
         return speculative
-    from vllm_dspark.integration import settle
+    from vllm_dspark.integration import preflight, settle
 
+    if not named:  # vLLM recognised the drafter by itself
+        preflight.check_request(args, target_model)
+        args.speculative_config = given
     settle.settle(args, target_model, target_parallel, speculative, options or DSparkConfig())
     return speculative
 

@@ -18,7 +18,8 @@ def check_request(args: Any, target_model: Any) -> CheckedDrafter | None:
     None for drafters that are not a local folder (hub ids are checked when they are loaded) and
     for drafters embedded in the target.
     """
-    given = args.speculative_config or {}
+    # vLLM takes both spellings of a key
+    given = {k.replace("-", "_"): v for k, v in (args.speculative_config or {}).items()}
     model = given.get("model") or args.spec_model
     if model is None or not Path(model).is_dir():
         return None
