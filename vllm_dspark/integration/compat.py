@@ -52,12 +52,12 @@ def _create(
     given = args.speculative_config
     options = _take_options(args)
     off = options is not None and not options.enabled
-    named = _names_dspark(args)
+    named, checked = _names_dspark(args), None
     try:
         if named and not off:
             from vllm_dspark.integration import preflight
 
-            preflight.check_request(args, target_model)
+            checked = preflight.check_request(args, target_model)
         speculative = stock(args, target_model, target_parallel)
     finally:
         args.speculative_config = given
@@ -76,8 +76,11 @@ def _create(
     from vllm_dspark.integration import preflight, settle
 
     if not named:  # vLLM recognised the drafter by itself
-        preflight.check_request(args, target_model)
+        checked = preflight.check_request(args, target_model)
         args.speculative_config = given
+    if checked is not None and not checked.has_confidence_head:
+        # What the weights lack counts, whatever the config promises: windows stay full.
+        speculative.draft_model_config.hf_config.enable_confidence_head = False
     settle.settle(args, target_model, target_parallel, speculative, options or DSparkConfig())
     return speculative
 
