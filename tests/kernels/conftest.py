@@ -47,12 +47,6 @@ def _interpret_standard_library() -> None:
                 setattr(module, name, InterpretedFunction(value.fn))
 
 
-def pytest_collection_finish():
-    # The kernels are decorated by now; engines that later tests start must not inherit the switch.
-    if DEVICE == "cpu":
-        os.environ.pop("TRITON_INTERPRET", None)
-
-
 if DEVICE == "cpu":
     torch.set_num_threads(1)
     _interpret_standard_library()
