@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export TRANSFORMERS_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: venv demo test test-fast bench lint format docs clean
+.PHONY: venv demo test test-fast bench lint format clean
 
 venv:
 	@$(PYTHON) tools/bootstrap.py --venv $(VENV)
