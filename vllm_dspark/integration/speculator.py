@@ -32,6 +32,7 @@ class DSparkProposer(StockSpeculator):
 
     confidence_logits: [max_num_reqs, K] float32 by batch row of the last pass, before the sigmoid.
     draft_next: whether the coming `propose` drafts; the runner sets it from the step's order.
+    draft_pass: blocks drafted for real batches so far.
     draft_ms: host time of the last draft pass, None when it was skipped (a CPU's step time).
     """
 
@@ -44,6 +45,7 @@ class DSparkProposer(StockSpeculator):
         )
         self.draft_head: DraftHead | None = None
         self.draft_next = True
+        self.draft_pass = 0
         self.draft_ms: float | None = None
 
     @property
@@ -137,6 +139,7 @@ class DSparkProposer(StockSpeculator):
             kwargs["is_profile"] = True
         drafts: torch.Tensor = super().propose(*args, **kwargs)
         if self.draft_next:
+            self.draft_pass += not kwargs.get("dummy_run", False)
             self.draft_ms = (time.perf_counter() - started) * 1e3
             return drafts
         self.draft_ms, self.draft_next = None, True
