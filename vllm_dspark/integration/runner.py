@@ -10,6 +10,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from vllm_dspark.artifacts.freshness import Resolution
 from vllm_dspark.artifacts.schema import CostTableRecord
 from vllm_dspark.artifacts.store import ArtifactStore
 from vllm_dspark.config import DSparkConfig
@@ -53,6 +54,7 @@ class DSparkRunnerMixin:
         self.dspark_options = options_of(self.vllm_config) or DSparkConfig()
         self.dspark_reporter = StepReporter(self.device, self.num_speculative_steps)
         self._order: StepOrder | None = None
+        self._resolution: Resolution | None = None  # found with the KV cache
         self._windows: DeviceWindows | None = None  # set with the KV cache, if windows are "device"
         self.dspark_batch_ids: list[str] = []
         if self.speculator is not None:  # last pipeline rank only
@@ -80,6 +82,7 @@ class DSparkRunnerMixin:
         """vLLM's initialisation, then the executor of device windows where they are settled on."""
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         resolution = resolve_scheduling(self.vllm_config, self.dspark_options)
+        self._resolution = resolution
         mode, _ = settle_windows(self.vllm_config, self.dspark_options)
         given = self.dspark_options.test_windows is not None
         if mode == "device" and (resolution.scheduling or given):
@@ -105,8 +108,8 @@ class DSparkRunnerMixin:
         Called once, after warm-up. Every rank runs the same dummy steps; the output rank's table
         reaches the engine core with its first report.
         """
-        resolution = resolve_scheduling(self.vllm_config, self.dspark_options)
-        if not resolution.scheduling or self.speculator is None:
+        resolution = self._resolution
+        if resolution is None or not resolution.scheduling or self.speculator is None:
             return
         measured = get_tp_group().broadcast_object(resolution.needs_profile, src=0)
         if not measured:
