@@ -21,7 +21,7 @@ from pydantic.config import JsonDict
 
 from vllm_dspark.errors import DSparkConfigError
 
-_CACHE_ENV = "VLLM_DSPARK_CACHE_DIR"
+CACHE_ENV = "VLLM_DSPARK_CACHE_DIR"
 
 
 def _option(default: object, description: str, allowed: str, **constraints: Any) -> Any:
@@ -135,7 +135,7 @@ class DSparkConfig(BaseModel):
     )
     cache_dir: _OptionalPath = _option(
         None,
-        f"Folder of cached artifacts; null takes ${_CACHE_ENV}, else the user's cache folder.",
+        f"Folder of cached artifacts; null takes ${CACHE_ENV}, else the user's cache folder.",
         "a folder path, or null",
     )
     validate_confidence_artifact_freshness: bool = _option(
@@ -211,12 +211,7 @@ class DSparkConfig(BaseModel):
 
     def resolved_cache_dir(self) -> Path:
         """Folder of cached artifacts: option, then environment, then the user's cache."""
-        if self.cache_dir is not None:
-            return self.cache_dir
-        if chosen := os.environ.get(_CACHE_ENV):
-            return Path(chosen).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME")
-        return (Path(base) if base else Path.home() / ".cache") / "vllm-dspark"
+        return self.cache_dir if self.cache_dir is not None else default_cache_dir()
 
     def _check_width(self, num_speculative_tokens: int) -> None:
         if self.request_floor > num_speculative_tokens:
@@ -294,3 +289,11 @@ def _suggest(name: str) -> str:
 def process_environment() -> dict[str, str]:
     """A copy of this process's environment, for child processes to start from."""
     return dict(os.environ)
+
+
+def default_cache_dir() -> Path:
+    """Folder of artifacts and the demo target: `$VLLM_DSPARK_CACHE_DIR`, else the user's cache."""
+    if chosen := os.environ.get(CACHE_ENV, "").strip():
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "vllm-dspark"

