@@ -40,3 +40,11 @@ class PlanError(DSparkError):
 
 class DrafterError(DSparkError, ValueError):
     """A drafter's config, weights or buffers cannot be used as they are."""
+
+
+class TraceError(DSparkError, ValueError):
+    """A trace cannot be read, or cannot answer what is asked of it."""
+
+
+class SimulationError(DSparkError, ValueError):
+    """A simulation was asked for with settings that contradict each other."""

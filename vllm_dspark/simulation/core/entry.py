@@ -1,0 +1,197 @@
+"""What Python calls: the whole simulation, or one part of a step with a planner of its own.
+
+Each entry closes over the stamp of this folder's sources; jit.py says why.
+"""
+
+from vllm_dspark.simulation.core import learner, planner, policies, ranking, world
+from vllm_dspark.simulation.core.jit import entry, inner, source_stamp
+from vllm_dspark.simulation.core.state import (
+    ARGMAX,
+    EARLY_STOP,
+    FIXED,
+    HISTORY,
+    OFF,
+    OURS,
+    THRESHOLD,
+    TRIM,
+    Costs,
+    Learner,
+    Load,
+    Options,
+    Planner,
+    Requests,
+    World,
+)
+
+_STAMP = source_stamp()
+
+
+@inner
+def _ours(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
+    """Conductor.order with the compiled planner."""
+    width = w.row.shape[3]
+    arrived, waiting = w.arrived[d], w.queue_size[d]
+    w.arrived[d] = 0
+    if planner.shortcut(p, o, d, n, arrived, waiting, mixed):
+        return planner.repeat(p, d, n, drafts, w.admitted)
+    stamp = w.stamp[d, w.order[0]]
+    learner.gather(x, d, w.order, n, stamp, load.by_posterior, p.alive, p.known)
+    for i in range(n):
+        w.judged[i] = x.remaining[d, w.order[i]]
+    plan = planner.plan(
+        p, o, c, d, n, width, drafts, kv_tokens, arrived, waiting, mixed, w.judged, w.admitted
+    )
+    if o.device and plan.kind == TRIM:
+        _spread(w, x, p, d, n, width, plan.budget)
+    return plan
+
+
+@inner
+def _spread(w, x, p, d, n, width, budget):
+    """Device windows: the budget goes by the confidences of the drafts at hand."""
+    policies.rows_at_hand(w, x, p, d, n, width, True)
+    most = 0
+    for i in range(n):
+        p.capacity[i] = min(max(w.judged[i] - 1, 0), width)
+        most += p.capacity[i]
+    if most < budget:
+        p.capacity[:n] = width
+    ranking.admit(p, ranking.rank(p, n, width, 0), n, budget, w.admitted)
+
+
+@inner
+def _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
+    """The step's decision by the policy of `load`; windows are left in w.admitted."""
+    width, policy, out = w.row.shape[3], load.policy, w.admitted
+    if world.is_off(load):
+        return policies.fixed(n, 0, width, False, out)
+    if n == 0 or (drafts == 0 and policy != OURS):
+        return policies.fixed(n, 0, width, True, out)
+    if policy == FIXED:
+        return policies.fixed(n, int(load.knob), width, True, out)
+    if mixed and policy != OURS:  # stock trims decode steps only
+        return policies.fixed(n, width, width, True, out)
+    if policy == ARGMAX:
+        return policies.argmax(w, x, p, c, d, n, width, load.lag, kv_tokens, out)
+    if policy == THRESHOLD:
+        return policies.threshold(w, x, p, d, n, width, load.knob, out)
+    if policy == EARLY_STOP:
+        return policies.early_stop(w, x, p, c, d, n, width, kv_tokens, out)
+    return _ours(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed)
+
+
+@inner
+def _learn(w, x, load, t, d, n, stamp):
+    """Conductor.learn: outcomes first, then the rows that have arrived."""
+    learner.record_outcomes(x, d, w.order, n, stamp, w.judged, w.passed, load.learn)
+    place = (w.step[d] - load.lag) % HISTORY
+    shown = w.row_stamp[d, place]
+    if shown == 0 or shown != w.step[d] - load.lag:
+        return
+    count = 0
+    for i in range(n + w.counts[2]):
+        slot = w.order[i] if i < n else w.prefilled[i - n]
+        if w.row_owner[d, place, slot] != w.instance[d, slot] + 1:
+            continue
+        x.row[d, slot] = w.row[d, place, slot]
+        x.row_owner[d, slot] = x.owner[d, slot]
+        x.row_stamp[d, slot] = shown
+        w.started[count] = slot
+        count += 1
+    learner.pair(x, d, w.started, count, load.learn)
+
+
+@inner
+def _add(w, x, load, t, d):
+    """Conductor.scheduled: newcomers enter the request table."""
+    for i in range(w.counts[0]):
+        slot = w.started[i]
+        j = w.instance[d, slot]
+        r = load.trace[j]
+        learner.add(x, d, slot, load.owner[j], t.sampled[r], t.limit[r])
+
+
+def _entries(stamp: int):
+    @entry
+    def run(
+        w: World,
+        x: Learner,
+        p: Planner,
+        o: Options,
+        load: Load,
+        t: Requests,
+        c: Costs,
+        max_steps: int,
+    ) -> int:
+        if stamp < 0:  # binds the stamp, see jit.py
+            return -1
+        ours = load.policy == OURS
+        for steps in range(max_steps):
+            d = world.next_replica(w, load)
+            if d < 0:
+                return steps
+            n, drafts, kv_tokens, mixed = world.begin(w, load, d)
+            made_by = w.stamp[d, w.order[0]] if n else 0
+            plan = _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed)
+            world.schedule(w, load, t, d, n)
+            _add(w, x, load, t, d)
+            world.complete(w, load, t, c, d, n, plan.kind, plan.draft_next)
+            if n:
+                w.kinds[plan.kind, plan.reason] += 1
+            if ours and n:
+                _learn(w, x, load, t, d, n, made_by)
+            elif ours:
+                _learn(w, x, load, t, d, 0, 0)
+        return max_steps
+
+    @entry
+    def begin(w: World, load: Load):
+        """(replica or -1, requests, drafts of each, kv tokens, mixed)."""
+        if stamp < 0:
+            return -1, 0, 0, 0, False
+        d = world.next_replica(w, load)
+        if d < 0:
+            return -1, 0, 0, 0, False
+        n, drafts, kv_tokens, mixed = world.begin(w, load, d)
+        return d, n, drafts, kv_tokens, mixed
+
+    @entry
+    def schedule(w: World, load: Load, t: Requests, d: int, n: int) -> int:
+        if stamp >= 0:
+            world.schedule(w, load, t, d, n)
+        return w.counts[0]
+
+    @entry
+    def complete(w: World, load: Load, t: Requests, c: Costs, d: int, n: int, plan: int, next_: bool):
+        if stamp < 0:
+            return 0.0
+        return world.complete(w, load, t, c, d, n, plan, next_)
+
+    @entry
+    def start(w: World, load: Load) -> int:
+        if stamp >= 0:
+            world.start(w, load)
+        return w.issued[0]
+
+    @entry
+    def decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
+        if stamp < 0:
+            kv_tokens = 0
+        return _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed)
+
+    @entry
+    def add(w: World, x: Learner, load: Load, t: Requests, d: int) -> int:
+        if stamp >= 0:
+            _add(w, x, load, t, d)
+        return w.counts[0]
+
+    @entry
+    def learn(w: World, x: Learner, load: Load, t: Requests, d: int, n: int, made_by: int) -> int:
+        if stamp >= 0:
+            _learn(w, x, load, t, d, n, made_by)
+        return n
+
+    return run, begin, schedule, complete, start, decide, add, learn
+
+
+run, begin, schedule, complete, start, decide, add, learn = _entries(_STAMP)

@@ -1,0 +1,75 @@
+"""planning.allocation: ranking of all drafts of a step, gains and admission."""
+
+import numpy as np
+
+from vllm_dspark.simulation.core.jit import inner
+from vllm_dspark.simulation.core.state import Planner, Ranked
+
+_FORCED = np.float32(2.0)
+_BARRED = np.float32(-1.0)
+
+
+@inner
+def survive(values, num_requests: int, width: int):
+    """Running product along positions, in place; position-major."""
+    for j in range(num_requests, num_requests * width):
+        values[j] *= values[j - num_requests]
+
+
+@inner
+def rank(p: Planner, num_requests: int, width: int, floor: int) -> Ranked:
+    """Rank p.alive under p.capacity, every request keeping `floor` drafts: allocation.rank."""
+    n, least, most, forced = num_requests, 0, 0, 0.0
+    for i in range(n):
+        p.floor[i] = min(p.capacity[i], floor)
+        least += p.floor[i]
+        most += p.capacity[i]
+    for k in range(width):
+        for i in range(n):
+            key = p.alive[k * n + i]
+            if k < p.floor[i]:
+                forced += key
+                key = _FORCED
+            elif k >= p.capacity[i]:
+                key = _BARRED
+            p.keys[k * n + i] = key
+    size = n * width
+    p.ascending[:size] = p.keys[:size]
+    p.ascending[:size].sort()
+    return Ranked(least, most, forced, size)
+
+
+@inner
+def gain(p: Planner, r: Ranked, start: int, stop: int) -> float:
+    """Summed survival of the ranks start <= rank < stop."""
+    total = 0.0
+    for j in range(r.size - stop, r.size - start):
+        total += p.ascending[j]
+    return total
+
+
+@inner
+def total_gain(p: Planner, r: Ranked) -> float:
+    """Expected accepted drafts if all are admitted: Ranking.total_gain."""
+    return r.forced + gain(p, r, r.least, r.most)
+
+
+@inner
+def admit(p: Planner, r: Ranked, num_requests: int, budget: int, out):
+    """Admitted drafts per request, summing to `budget`: Ranking.admit."""
+    n = num_requests
+    out[:n] = 0
+    if budget == 0:
+        return
+    threshold = p.ascending[r.size - budget]
+    admitted = 0
+    for j in range(r.size):
+        if p.keys[j] >= threshold:
+            out[j % n] += 1
+            admitted += 1
+    j = r.size - 1
+    while admitted > budget:  # ties at the threshold: the last of them stay out
+        if p.keys[j] == threshold:
+            out[j % n] -= 1
+            admitted -= 1
+        j -= 1

@@ -1,0 +1,180 @@
+"""The simulated world around planning's own objects, as integration/conductor.py uses them."""
+
+import numpy as np
+
+from vllm_dspark.planning.allocation import allocate
+from vllm_dspark.planning.calibration import Calibration
+from vllm_dspark.planning.cost import CostTable, StepMode
+from vllm_dspark.planning.facts import StepFacts
+from vllm_dspark.planning.online_cost import CostModel
+from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan
+from vllm_dspark.planning.planner import Planner
+from vllm_dspark.planning.survival import acceptance, survival
+from vllm_dspark.planning.table import RequestTable
+from vllm_dspark.simulation.core import entry, state
+from vllm_dspark.simulation.scenario import Scenario
+from vllm_dspark.simulation.setup import Arrays, decode_mode
+
+_KINDS = {kind: index for index, kind in enumerate(PlanKind)}
+_REASONS = {reason: index for index, reason in enumerate(Reason)}
+
+
+class RealPlanner:
+    """Steps the world of `arrays` with one Planner and RequestTable per replica."""
+
+    def __init__(
+        self, arrays: Arrays, table: CostTable, calibration: Calibration, scenario: Scenario
+    ) -> None:
+        self.arrays = arrays
+        self.device = scenario.windows == "device"
+        self.mode = decode_mode(table)
+        self.lag = scenario.row_lag
+        width = calibration.num_positions
+        replicas, slots = arrays.world.running.shape
+        options = {"device_windows": self.device}
+        chosen = scenario.options
+        self.planners = [
+            Planner(CostModel(table, online=False), _with(chosen, options)) for _ in range(replicas)
+        ]
+        self.tables = [
+            RequestTable(
+                width,
+                slots,
+                calibration,
+                rank_by_posterior=not self.device,
+                online_calibration=scenario.online_calibration,
+            )
+            for _ in range(replicas)
+        ]
+        self._names: list[list[str]] = [[""] * slots for _ in range(replicas)]
+
+    def run(self, max_steps: int) -> int:
+        """Run to the end or for `max_steps`; returns the steps made."""
+        a = self.arrays
+        entry.start(a.world, a.load)
+        for steps in range(max_steps):
+            if self.step() is None:
+                return steps
+        return max_steps
+
+    def step(self) -> tuple[VerifyPlan | None, int] | None:
+        """One step: (its plan, requests decoded); None when all is done."""
+        a, w = self.arrays, self.arrays.world
+        d, n, drafts, kv_tokens, mixed = entry.begin(w, a.load)
+        if d < 0:
+            return None
+        order = w.order[:n].copy()
+        made_by = int(w.stamp[d, order[0]]) if n else 0
+        plan = None
+        kind, draft_next = state.NATIVE, True
+        if n:
+            plan = self._plan(d, order, drafts, kv_tokens, mixed, made_by)
+            kind, draft_next = _KINDS[plan.kind], plan.draft_next
+            w.kinds[kind, _REASONS[plan.reason]] += 1
+        entry.schedule(w, a.load, a.requests, d, n)
+        self._add(d)
+        finished_from = int(w.done[0])
+        entry.complete(w, a.load, a.requests, a.costs, d, n, kind, draft_next)
+        self._learn(d, order, made_by)
+        if w.done[0] != finished_from:
+            for slot in w.finished[: w.counts[1]].tolist():
+                self.tables[d].remove(self._names[d][slot])
+        return plan, n
+
+    def _plan(
+        self,
+        d: int,
+        order: np.ndarray,  # type: ignore[type-arg]
+        drafts: int,
+        kv_tokens: int,
+        mixed: bool,
+        stamp: int,
+    ) -> VerifyPlan:
+        w, table = self.arrays.world, self.tables[d]
+        facts = StepFacts(
+            step_id=int(w.step[d]) + 1,
+            mode=StepMode.MIXED if mixed else self.mode,
+            native_mode=StepMode.MIXED if mixed else self.mode,
+            kv_tokens=int(kv_tokens),
+            num_waiting=int(w.queue_size[d]),
+            num_arrived=int(w.arrived[d]),
+        )
+        w.arrived[d] = 0
+        slots = table.slots(self._names[d][slot] for slot in order.tolist())
+        counts = np.full(order.size, drafts, dtype=np.int32)
+        plan = self.planners[d].shortcut(facts, table.owners(slots), counts)
+        if plan is None:
+            stamps = np.full(order.size, stamp, dtype=np.int32)
+            plan = self.planners[d].plan(facts, table.batch(slots, counts, stamps))
+        admitted = counts
+        if plan.kind is PlanKind.TRIM and self.device:
+            admitted = self._spread(d, order, slots, plan.budget)
+        elif plan.windows:
+            admitted = np.array(plan.windows, dtype=np.int32) - 1
+        elif plan.kind is PlanKind.SKIP_DRAFT:
+            admitted = np.zeros_like(counts)
+        w.admitted[: order.size] = admitted
+        return plan
+
+    def _spread(
+        self,
+        d: int,
+        order: np.ndarray,  # type: ignore[type-arg]
+        slots: np.ndarray,  # type: ignore[type-arg]
+        budget: int,
+    ) -> np.ndarray:  # type: ignore[type-arg]
+        """device_windows.py: the budget by the confidences of the drafts at hand."""
+        w, table = self.arrays.world, self.tables[d]
+        width = table.num_positions
+        place = int(w.stamp[d, order[0]]) % state.HISTORY
+        rows = np.ascontiguousarray(w.row[d, place, order].T)
+        ranking = table.ranking_parameters()
+        sampled = table._flags[0, slots]
+        prior = ranking.prior[sampled.astype(np.intp)].T.astype(np.float32)
+        usable = np.ones(order.size, dtype=np.bool_)
+        estimate, _ = acceptance(rows, usable, prior, ranking.calibration, sampled)
+        remaining = table._state[7, slots]
+        capacity = np.clip(remaining - 1, 0, width).astype(np.int32)
+        if capacity.sum() < budget:
+            capacity = np.full(order.size, width, dtype=np.int32)
+        return np.asarray(
+            allocate(survival(estimate), capacity, np.zeros_like(capacity), budget)
+        )
+
+    def _add(self, d: int) -> None:
+        a, w = self.arrays, self.arrays.world
+        for slot in w.started[: w.counts[0]].tolist():
+            j = int(w.instance[d, slot])
+            request = int(a.load.trace[j])
+            name = f"request-{j}"
+            self._names[d][slot] = name
+            self.tables[d].add(
+                name,
+                sampled=bool(a.requests.sampled[request]),
+                remaining=int(a.requests.limit[request]),
+            )
+
+    def _learn(self, d: int, order: np.ndarray, made_by: int) -> None:  # type: ignore[type-arg]
+        w, table = self.arrays.world, self.tables[d]
+        n = order.size
+        names = [self._names[d][slot] for slot in order.tolist()]
+        if n:
+            judged = w.judged[:n].astype(np.int64)
+            passed = w.passed[:n].astype(np.int64)
+            table.record_outcomes(table.slots(names), made_by, judged, passed)
+        step = int(w.step[d])
+        place = (step - self.lag) % state.HISTORY
+        shown = int(w.row_stamp[d, place])
+        if shown == 0 or shown != step - self.lag:
+            return
+        where = [*order.tolist(), *w.prefilled[: w.counts[2]].tolist()]
+        where = [s for s in where if w.row_owner[d, place, s] == w.instance[d, s] + 1]
+        if where:
+            slots = table.slots(self._names[d][slot] for slot in where)
+            table.record_rows(slots, table.owners(slots), shown, w.row[d, place, where])
+
+
+def _with(options, changes):  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    return replace(options, **changes)

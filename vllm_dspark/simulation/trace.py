@@ -1,0 +1,276 @@
+"""Traces: what a drafter said and what became of it, request by request and step by step.
+
+A trace is recorded by an engine with `"record_outcomes": FILE` and `"scheduling": false` (full
+windows, so that no outcome is cut off), one JSON line per step; `read_trace` takes that file or the
+compact form that `write_trace` makes of it (npz, versioned like the other artifacts).
+"""
+
+import json
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_dspark.errors import TraceError
+
+KIND, VERSION = "trace", 1
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+_ARRAYS = {
+    "first": np.int64,
+    "position": np.int32,
+    "confidence": np.float32,
+    "accepted": np.int32,
+    "prompt": np.int32,
+    "output": np.int32,
+    "limit": np.int32,
+    "sampled": np.bool_,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """R requests with P steps in all; steps of a request stand together, in order."""
+
+    first: Int64Array  # [R + 1] first step of each request
+    position: Int32Array  # [P] output tokens before the step
+    confidence: npt.NDArray[np.float32]  # [P, K] raw c_k
+    accepted: Int32Array  # [P] accepted drafts if all K are verified
+    prompt: Int32Array  # [R] tokens
+    output: Int32Array  # [R] tokens
+    limit: Int32Array  # [R] max_tokens
+    sampled: npt.NDArray[np.bool_]  # [R] temperature > 0
+    notes: Mapping[str, Any] = field(default_factory=dict)  # counts of the recording
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise TraceError(f"trace refused: {problem}; record it again")
+
+    def _problem(self) -> str:
+        steps, requests = len(self.position), len(self.prompt)
+        if not requests or not steps:
+            return "it holds no request with a verified draft"
+        if self.confidence.shape[:1] != (steps,) or self.confidence.ndim != 2:
+            return f"confidences of shape {self.confidence.shape} for {steps} steps"
+        if len(self.first) != requests + 1 or self.first[0] != 0 or self.first[-1] != steps:
+            return "its index of steps does not fit its requests"
+        if (np.diff(self.first) < 1).any():
+            return "a request has no step"
+        width = self.confidence.shape[1]
+        if self.accepted.min() < 0 or self.accepted.max() > width:
+            return f"an accepted count lies outside 0..{width}"
+        if min(self.output.min(), self.limit.min(), self.prompt.min()) < 1:
+            return "a length is below 1"
+        return ""
+
+    @property
+    def width(self) -> int:
+        """K of the recording."""
+        return int(self.confidence.shape[1])
+
+    @property
+    def num_requests(self) -> int:
+        """R."""
+        return len(self.prompt)
+
+    @property
+    def accepted_length(self) -> float:
+        """Mean tokens per step at full windows, the target's own included."""
+        return float(self.accepted.mean()) + 1.0
+
+    def narrowed(self, width: int) -> "Trace":
+        """The same recording for a smaller K."""
+        if not 1 <= width <= self.width:
+            raise TraceError(
+                f"K = {width} cannot be simulated from a trace of K = {self.width}; choose "
+                f"1..{self.width} or record with a larger num_speculative_tokens"
+            )
+        if width == self.width:
+            return self
+        values = {name: getattr(self, name) for name in _ARRAYS}
+        values["confidence"] = np.ascontiguousarray(self.confidence[:, :width])
+        values["accepted"] = np.minimum(self.accepted, width).astype(np.int32)
+        return Trace(**values, notes=self.notes)
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write the compact form."""
+    meta = json.dumps({"kind": KIND, "version": VERSION, "notes": dict(trace.notes)})
+    arrays = {name: getattr(trace, name) for name in _ARRAYS}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        np.savez_compressed(file, meta=np.array(meta), **arrays)
+
+
+def read_trace(path: Path, seed: int = 0) -> Trace:
+    """A compact trace or a step log; raises TraceError.
+
+    seed: of the draws that complete cut-off outcomes of a step log (see `trace_of_log`).
+    """
+    try:
+        if zipfile.is_zipfile(path):
+            return _read_compact(path)
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path} is neither a step log nor a trace archive") from error
+    return trace_of_log(_parsed(path, lines), seed)
+
+
+def _read_compact(path: Path) -> Trace:
+    with np.load(path, allow_pickle=False) as archive:
+        if "meta" not in archive or any(name not in archive for name in _ARRAYS):
+            raise TraceError(f"{path} is no trace archive: it lacks some of its arrays")
+        meta = json.loads(str(archive["meta"]))
+        if meta.get("kind") != KIND or meta.get("version") != VERSION:
+            raise TraceError(
+                f"{path} holds kind {meta.get('kind')!r}, version {meta.get('version')!r}; this "
+                f"release reads {KIND!r}, version {VERSION}"
+            )
+        arrays = {name: archive[name].astype(kind) for name, kind in _ARRAYS.items()}
+    return Trace(**arrays, notes=meta.get("notes", {}))
+
+
+def _parsed(path: Path, lines: Iterable[str]) -> list[dict[str, Any]]:
+    steps = []
+    for number, line in enumerate(lines, 1):
+        try:
+            step = json.loads(line)
+        except ValueError as error:
+            raise TraceError(f"{path}, line {number} is not JSON: {error}") from error
+        if not isinstance(step, dict) or step.get("version") != VERSION:
+            raise TraceError(
+                f"{path}, line {number} is no step of a log of version {VERSION}; record with "
+                '"record_outcomes" of this release'
+            )
+        steps.append(step)
+    return steps
+
+
+@dataclass
+class _Recorded:
+    """One request while its log is read."""
+
+    prompt: int
+    limit: int
+    sampled: bool
+    position: int = 1  # the prompt's last chunk emits a token before the first step
+    steps: list[tuple[int, list[float], int]] = field(default_factory=list)
+
+
+def trace_of_log(steps: Iterable[Mapping[str, Any]], seed: int = 0) -> Trace:
+    """Join outcomes with the confidence rows of the pass that made the drafts.
+
+    Steps whose row never came are left out. An outcome is cut off where a window or the end of the
+    request hid later drafts and all that was seen was accepted: the rest is drawn from the
+    confidences, draft by draft, and counted in `notes["completed"]`.
+    """
+    rng = np.random.default_rng(seed)
+    requests: dict[str, _Recorded] = {}
+    rows: dict[tuple[str, int], list[float]] = {}
+    counts = {"steps": 0, "without_row": 0, "completed": 0}
+    pending: list[tuple[_Recorded, int, str, int, int, int]] = []
+    for step in steps:
+        for name, (prompt, limit, sampled) in step.get("new", {}).items():
+            requests[name] = _Recorded(prompt, limit, sampled)
+        for name, row in step.get("rows", {}).items():
+            rows[name, step["row_stamp"]] = row
+        details = zip(step["requests"], step["stamps"], step["emitted"], step["known"], strict=True)
+        for (name, drafted, _, _, accepted), stamp, emitted, known in details:
+            request = requests[name]
+            if drafted:
+                pending.append((request, request.position, name, stamp, accepted, known))
+            request.position += emitted
+    for request, position, name, stamp, accepted, known in pending:
+        counts["steps"] += 1
+        row = rows.get((name, stamp))
+        if row is None:
+            counts["without_row"] += 1
+            continue
+        if accepted == known < len(row):
+            counts["completed"] += 1
+            while accepted < len(row) and rng.random() < row[accepted]:
+                accepted += 1
+        request.steps.append((position, row, accepted))
+    return _assemble([r for r in requests.values() if r.steps], counts)
+
+
+def _assemble(requests: list[_Recorded], counts: dict[str, int]) -> Trace:
+    if not requests:
+        raise TraceError(
+            "the log pairs no outcome with a confidence row: the drafter has no confidence head, "
+            "or nothing was generated"
+        )
+    steps = [step for request in requests for step in request.steps]
+    if len({len(row) for _, row, _ in steps}) != 1:
+        raise TraceError("the log mixes engines of different K; give each engine its own file")
+    lengths = [len(request.steps) for request in requests]
+    return Trace(
+        first=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+        position=np.array([step[0] for step in steps], dtype=np.int32),
+        confidence=np.array([step[1] for step in steps], dtype=np.float32),
+        accepted=np.array([step[2] for step in steps], dtype=np.int32),
+        prompt=np.array([max(r.prompt, 1) for r in requests], dtype=np.int32),
+        output=np.array([r.position for r in requests], dtype=np.int32),
+        limit=np.array([max(r.limit, r.position) for r in requests], dtype=np.int32),
+        sampled=np.array([r.sampled for r in requests]),
+        notes=counts,
+    )
+
+
+def synthetic_trace(
+    acceptance: Iterable[float],
+    *,
+    num_requests: int = 256,
+    output: int = 256,
+    prompt: int = 128,
+    spread: float = 0.0,
+    sampled: bool = False,
+    seed: int = 0,
+) -> Trace:
+    """Requests whose draft k is accepted with `acceptance[k]`, given those before it.
+
+    spread: standard deviation, in logits, of how easy requests are. Confidences are the true
+    probabilities.
+    """
+    rng = np.random.default_rng(seed)
+    base = np.clip(np.array(list(acceptance), dtype=np.float64), 1e-4, 1.0 - 1e-4)
+    if not base.size:
+        raise TraceError("a synthetic trace needs the acceptance of at least one draft")
+    shift = spread * rng.standard_normal(num_requests)
+    positions: list[int] = []
+    rows, accepted, first = [], [], [0]
+    for i in range(num_requests):
+        odds = np.log(base / (1.0 - base)) + shift[i]
+        probability = (1.0 / (1.0 + np.exp(-odds))).astype(np.float32)
+        position = 1
+        while position < output:
+            refused = np.flatnonzero(rng.random(base.size) >= probability)
+            taken = int(refused[0]) if refused.size else base.size
+            positions.append(position)
+            rows.append(probability)
+            accepted.append(taken)
+            position += taken + 1
+        if len(positions) == first[-1]:  # output of one token
+            positions.append(1)
+            rows.append(probability)
+            accepted.append(0)
+        first.append(len(positions))
+    return Trace(
+        first=np.array(first, dtype=np.int64),
+        position=np.array(positions, dtype=np.int32),
+        confidence=np.array(rows, dtype=np.float32),
+        accepted=np.array(accepted, dtype=np.int32),
+        prompt=np.full(num_requests, prompt, dtype=np.int32),
+        output=np.full(num_requests, output, dtype=np.int32),
+        limit=np.full(num_requests, output, dtype=np.int32),
+        sampled=np.full(num_requests, sampled),
+        notes={"synthetic": True},
+    )
