@@ -13,6 +13,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from vllm_dspark.cli.doctor import cli as doctor_cli
+
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
 app = typer.Typer(
@@ -130,6 +132,9 @@ def version(
         return
     for name, number in found.items():
         typer.echo(f"{name} {number or 'not installed'}")
+
+
+app.command(epilog=doctor_cli.EPILOG, context_settings=doctor_cli.SETTINGS)(doctor_cli.doctor)
 
 
 if __name__ == "__main__":
