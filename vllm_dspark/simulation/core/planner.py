@@ -220,7 +220,7 @@ def _select(s, o: Options, native: float, trim: float, skip: float):
 
 @inner
 def _margin(s, o: Options, kind: int) -> float:
-    return o.min_gain / 2.0 if s[KIND] == kind else o.min_gain
+    return (o.min_gain / 2.0 if s[KIND] == kind else o.min_gain) + _ROUNDING
 
 
 @inner

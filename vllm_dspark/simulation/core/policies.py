@@ -10,6 +10,8 @@ early stop   of the DSpark paper: drafts in order of calibrated survival, as lon
              the predicted throughput
 """
 
+import numpy as np
+
 from vllm_dspark.simulation.core.costs import between, cell, draft_ms, rounded
 from vllm_dspark.simulation.core.jit import inner
 from vllm_dspark.simulation.core.learner import calibrate
@@ -36,7 +38,9 @@ def rows_at_hand(w: World, x: Learner, p: Planner, d, n, width, calibrated):
         place = w.stamp[d, slot] % HISTORY
         for k in range(width):
             value = w.row[d, place, slot, k]
-            if calibrated:
+            if not 0.0 <= value <= 1.0:
+                value = x.prior[d, group, k]
+            elif calibrated:
                 value = calibrate(x, d, group, k, value)
             p.alive[k * n + i] = value
     survive(p.alive, n, width)
@@ -52,7 +56,8 @@ def lagged_rows(w: World, p: Planner, d, n, width, lag):
         known = stamp > 0 and w.row_stamp[d, place] == stamp
         known = known and w.row_owner[d, place, slot] == w.instance[d, slot] + 1
         for k in range(width):
-            p.alive[k * n + i] = w.row[d, place, slot, k] if known else 1.0
+            value = w.row[d, place, slot, k] if known else np.float32(1.0)
+            p.alive[k * n + i] = value if 0.0 <= value <= 1.0 else 0.0
     survive(p.alive, n, width)
 
 
