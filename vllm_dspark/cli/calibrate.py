@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +26,7 @@ from vllm_dspark.cli.spread import LocalReplica, RayPlace, Replicas, make_replic
 from vllm_dspark.errors import InputError, UntrustedError
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.reliability import (
+    METHODS,
     ClassFit,
     Pairs,
     PositionFit,
@@ -51,6 +53,7 @@ class CalibrateOptions:
     held_out: float = 0.5
     seed: int = 0
     min_outcomes: int = 20
+    method: str = "auto"  # one of reliability.METHODS
     chat: bool = True
     recording: Path | None = None  # fit from this file instead of running an engine
     against: Path | None = None  # a calibration to judge beside
@@ -93,6 +96,7 @@ def _class_json(fit: ClassFit, against: Sequence[PositionFit] | None) -> dict[st
     for index, item in enumerate(fit.positions):
         row = PositionRecord.of(item.before, item.after).model_dump(mode="json")
         row["ece_floor"] = item.ece_floor
+        row["ece_sts"] = fit.ece_sts[index] if fit.ece_sts else None
         if against is not None:
             row["ece_against"] = against[index].after.ece
             row["brier_against"] = against[index].after.brier
@@ -100,7 +104,9 @@ def _class_json(fit: ClassFit, against: Sequence[PositionFit] | None) -> dict[st
     return {
         "rows_fit": fit.num_fit,
         "rows_held_out": fit.num_held_out,
+        "method": fit.method,
         "temperatures": list(fit.temperatures),
+        "offsets": list(fit.offsets),
         "positions": positions,
     }
 
@@ -134,6 +140,7 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> CalibrateRepor
             name: judge_class(
                 classes[name].select(held_out[classes[name].prompt]),
                 getattr(against.to_calibration(), name),
+                getattr(against.to_calibration(), f"{name}_offset"),
             )
             for name in fits
         }
@@ -153,6 +160,8 @@ def _check(options: CalibrateOptions) -> None:
     require_writable(options.output)
     if not 0.0 < options.held_out < 1.0:
         raise InputError(f"--held-out {options.held_out}: give a share between 0 and 1")
+    if options.method not in METHODS:
+        raise InputError(f"--fit {options.method}: choose {', '.join(METHODS)}")
     bad = [t for t in options.temperatures if not (math.isfinite(t) and t >= 0.0)]
     if bad or not options.temperatures:
         raise InputError(f"--temperature {bad or 'missing'}: temperatures are finite and >= 0")
@@ -275,7 +284,7 @@ def _fit(
             f"too little data: {told}. Nothing was saved. Give more prompts (--prompts, --limit) "
             "or longer answers (--max-tokens); a class can be left out with --temperature"
         )
-    return {name: fit_class(pairs, held_out) for name, pairs in classes.items()}
+    return {name: fit_class(pairs, held_out, options.method) for name, pairs in classes.items()}
 
 
 def _record(
@@ -329,30 +338,32 @@ def show(report: CalibrateReport, console: Console) -> None:
 
 
 def quality_table(name: str, fit: ClassFit, against: Sequence[PositionFit] | None) -> Table:
-    """Held-out quality of one class."""
+    """Held-out quality of one class; ECE's floor is what a perfect forecast would show."""
     view = Table(
-        title=f"{name}: fitted on {fit.num_fit} rows, judged on {fit.num_held_out} of other prompts"
+        title=f"{name} ({fit.method}): fitted on {fit.num_fit} rows, judged on {fit.num_held_out} "
+        "of other prompts",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
-    for title in ("position", "T", "accepted", "ECE before", "after", "floor"):
-        view.add_column(title, justify="right")
+    for title in ("#", "T", "offset", "accepted", "ECE", "(floor)"):
+        view.add_column(title, justify="right", no_wrap=True)
     if against is not None:
-        view.add_column("ECE of the other", justify="right")
-    for title in ("Brier before", "after", "base rate", "AUC"):
-        view.add_column(title, justify="right")
-    for index, (temperature, item) in enumerate(zip(fit.temperatures, fit.positions, strict=True)):
+        view.add_column("the other's", justify="right", no_wrap=True)
+    for title in ("Brier", "(base rate)", "AUC"):
+        view.add_column(title, justify="right", no_wrap=True)
+    for index, item in enumerate(fit.positions):
         other = [f"{against[index].after.ece:.3f}"] if against is not None else []
         before, after = item.before, item.after
         view.add_row(
             str(after.position),
-            f"{temperature:.2f}",
+            f"{fit.temperatures[index]:.2f}",
+            f"{fit.offsets[index]:+.2f}",
             f"{after.base_rate:.0%}",
-            f"{before.ece:.3f}",
-            f"{after.ece:.3f}",
-            f"{item.ece_floor:.3f}",
+            f"{before.ece:.3f} > {after.ece:.3f}",
+            f"({item.ece_floor:.3f})",
             *other,
-            f"{before.brier:.3f}",
-            f"{after.brier:.3f}",
-            f"{after.brier_of_base_rate:.3f}",
+            f"{before.brier:.3f} > {after.brier:.3f}",
+            f"({after.brier_of_base_rate:.3f})",
             f"{after.auc:.3f}",
         )
     return view

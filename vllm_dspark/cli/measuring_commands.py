@@ -135,6 +135,14 @@ def calibrate(
     min_outcomes: Annotated[
         int, typer.Option(min=1, help="Accepted and rejected drafts that each position needs.")
     ] = 20,
+    method: Annotated[
+        str,
+        typer.Option(
+            "--fit",
+            help="sts: a temperature per position; affine: an offset too; auto: affine only where "
+            "temperatures clearly fall short.",
+        ),
+    ] = "auto",
     chat: Annotated[
         bool, typer.Option("--chat/--raw", help="Put prompts through the chat template, or not.")
     ] = True,
@@ -186,6 +194,7 @@ def calibrate(
             held_out=held_out,
             seed=split_seed,
             min_outcomes=min_outcomes,
+            method=method,
             chat=chat,
             recording=recording,
             against=against,
