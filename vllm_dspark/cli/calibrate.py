@@ -125,7 +125,7 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> CalibrateRepor
     """Collect, fit, judge and save. UntrustedError: too little data, nothing was saved."""
     _check(options)
     if options.recording is not None:
-        collected = _from_recording(options.recording)
+        collected = _from_recording(options.recording, options.arguments)
     else:
         prompts = load_prompts(options.prompts, options.field, options.limit, options.seed)
         collected = _from_engine(options, prompts, console)
@@ -165,21 +165,35 @@ def _check(options: CalibrateOptions) -> None:
     bad = [t for t in options.temperatures if not (math.isfinite(t) and t >= 0.0)]
     if bad or not options.temperatures:
         raise InputError(f"--temperature {bad or 'missing'}: temperatures are finite and >= 0")
-    if options.recording is not None and options.output is None:
+    if options.recording is not None and not options.arguments and options.output is None:
         raise InputError(
             "a recording does not say which models it is about, so its calibration has no place in "
-            "the cache; name a file with --output (option 'calibration' of the plugin takes it)"
+            "the cache; name the models as for `vllm serve`, or a file with --output (option "
+            "'calibration' of the plugin takes it)"
         )
 
 
 # ---- collecting
 
 
-def _from_recording(path: Path) -> _Collected:
-    _, pairs = read_pairs(path)
+def _from_recording(path: Path, arguments: Sequence[str]) -> _Collected:
+    width, pairs = read_pairs(path)
+    identity = None
+    if arguments:
+        from vllm_dspark.integration.offline import describe_arguments
+
+        identity = describe_arguments(arguments)
+        if identity["num_speculative_tokens"] != width:
+            raise InputError(
+                f"{path} was recorded with {width} drafts, num_speculative_tokens is "
+                f"{identity['num_speculative_tokens']}"
+            )
     index: dict[str, int] = {}
     rows = [(index.setdefault(pair.request_id, len(index)), pair) for pair in pairs]
-    return _Collected(rows, len(index), None, {"source": str(path)})
+    facts: dict[str, Any] = {"source": str(path)}
+    if identity is not None:
+        facts |= {"model": identity["model"], "drafter": identity["drafter"]}
+    return _Collected(rows, len(index), identity, facts)
 
 
 def _from_engine(options: CalibrateOptions, prompts: PromptSet, console: Console) -> _Collected:
@@ -338,18 +352,22 @@ def show(report: CalibrateReport, console: Console) -> None:
 
 
 def quality_table(name: str, fit: ClassFit, against: Sequence[PositionFit] | None) -> Table:
-    """Held-out quality of one class; ECE's floor is what a perfect forecast would show."""
+    """Held-out quality of one class, by position of the draft.
+
+    rate: how often drafts up to this one are all accepted; floor: ECE of a perfect forecast; base:
+    Brier score of always forecasting the rate.
+    """
     view = Table(
         title=f"{name} ({fit.method}): fitted on {fit.num_fit} rows, judged on {fit.num_held_out} "
         "of other prompts",
         box=box.SIMPLE_HEAD,
-        pad_edge=False,
+        padding=(0, 0),
     )
-    for title in ("#", "T", "offset", "accepted", "ECE", "(floor)"):
+    for title in ("#", "T", "offset", "rate", "ECE", "(floor)"):
         view.add_column(title, justify="right", no_wrap=True)
     if against is not None:
         view.add_column("the other's", justify="right", no_wrap=True)
-    for title in ("Brier", "(base rate)", "AUC"):
+    for title in ("Brier", "(base)", "AUC"):
         view.add_column(title, justify="right", no_wrap=True)
     for index, item in enumerate(fit.positions):
         other = [f"{against[index].after.ece:.3f}"] if against is not None else []

@@ -150,7 +150,8 @@ def calibrate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Fit from what a server recorded (option record_confidences); runs no engine.",
+            help="Fit from what a server recorded (option record_confidences) instead of running "
+            "prompts; with TARGET and its options the result goes into the cache.",
         ),
     ] = None,
     against: Annotated[
@@ -242,13 +243,9 @@ def plot(
 def _engine_arguments(context: typer.Context, *, needed: bool = True) -> tuple[str, ...]:
     from vllm_dspark.cli.serve import INSTALL_HINT, has_vllm
 
-    if not needed:
-        if context.args:
-            fail(f"a recording needs no engine, but got {' '.join(context.args)}", EXIT_USAGE)
-        return ()
-    if not context.args:
+    if needed and not context.args:
         fail("name the target model, and the options of `vllm serve` (see --help)", EXIT_USAGE)
-    if not has_vllm():
+    if context.args and not has_vllm():
         fail(INSTALL_HINT)
     return tuple(context.args)
 

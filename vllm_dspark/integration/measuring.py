@@ -17,7 +17,7 @@ from vllm_dspark.artifacts.schema import CostTableRecord
 from vllm_dspark.artifacts.store import ArtifactStore
 from vllm_dspark.errors import CostTableError
 from vllm_dspark.integration import profiling
-from vllm_dspark.integration.startup import live_fingerprint, settle_windows, unsupported
+from vllm_dspark.integration.startup import describe_config, settle_windows
 from vllm_dspark.planning.allocation import allocate
 from vllm_dspark.planning.measuring import Cell
 from vllm_dspark.planning.survival import survival
@@ -26,19 +26,8 @@ _ALLOCATION_REPEATS = 50
 
 
 def describe(runner: Any) -> dict[str, Any]:
-    """Identity of the engine, and whether a server would use a cost table of it."""
-    config, options = runner.vllm_config, runner.dspark_options
-    mode, why = settle_windows(config, options)
-    reason = unsupported(config) or (why if mode == "native" else "")
-    return {
-        "fingerprint": live_fingerprint(config).model_dump(mode="json"),
-        "cache_dir": str(options.resolved_cache_dir().absolute()),
-        "windows": mode,
-        "unused_because": reason,
-        "num_speculative_tokens": runner.num_speculative_steps,
-        "model": str(config.model_config.model),
-        "drafter": str(config.speculative_config.draft_model_config.model),
-    }
+    """Identity of the engine (startup.describe_config)."""
+    return describe_config(runner.vllm_config, runner.dspark_options)
 
 
 def profile_cells(runner: Any, full: bool) -> list[dict[str, int]]:

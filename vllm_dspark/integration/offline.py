@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from vllm_dspark.config import process_environment
 from vllm_dspark.errors import DSparkError, EngineError
+from vllm_dspark.integration.carrier import options_of
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -50,6 +51,29 @@ def parse_serve_arguments(arguments: Sequence[str]) -> Any:
     return AsyncEngineArgs.from_cli_args(parsed)
 
 
+def describe_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    """Identity of the engine that a `vllm serve` command line would start, without starting it.
+
+    The same keys as integration/measuring.describe. Raises EngineError for a config that vLLM
+    refuses, DSparkError for illegal options.
+    """
+    from vllm_dspark.integration.startup import describe_config
+
+    args = parse_serve_arguments(arguments)
+    try:
+        config = args.create_engine_config()
+    except DSparkError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        raise EngineError(f"vLLM refuses these arguments: {error}") from error
+    options = options_of(config)
+    if options is None:
+        raise EngineError(
+            "these arguments start no DSpark engine; name a drafter with --speculative-config"
+        )
+    return describe_config(config, options)
+
+
 class OfflineEngine:
     """A running engine without a server; a context manager.
 
@@ -66,12 +90,14 @@ class OfflineEngine:
         given["dspark"] = {**(given.get("dspark") or {}), **options}
         args.speculative_config = given
         args.disable_log_stats = True
+        environment = process_environment()
         try:
             self._engine = LLMEngine.from_engine_args(
                 args,
                 usage_context=UsageContext.OPENAI_API_SERVER,  # its default batch sizes
                 # An engine core of its own lets an OpenMP preload take effect, as in a server.
-                enable_multiprocessing=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0",
+                enable_multiprocessing=environment.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+                != "0",
             )
         except DSparkError:
             raise

@@ -118,6 +118,24 @@ def live_fingerprint(vllm_config: Any) -> Fingerprint:
     )
 
 
+def describe_config(vllm_config: Any, options: DSparkConfig) -> dict[str, Any]:
+    """Identity of an engine as JSON values, for the measuring commands.
+
+    unused_because: why an engine of this config would not use a cost table, or "".
+    """
+    mode, why = settle_windows(vllm_config, options)
+    speculative = vllm_config.speculative_config
+    return {
+        "fingerprint": live_fingerprint(vllm_config).model_dump(mode="json"),
+        "cache_dir": str(options.resolved_cache_dir().absolute()),
+        "windows": mode,
+        "unused_because": unsupported(vllm_config) or (why if mode == "native" else ""),
+        "num_speculative_tokens": speculative.num_speculative_tokens,
+        "model": str(vllm_config.model_config.model),
+        "drafter": str(speculative.draft_model_config.model),
+    }
+
+
 def _config_hash(model_config: Any) -> str:
     """Digest of a model's config and of its weight files' sizes (contents would take minutes)."""
     config = dict(model_config.hf_config.to_dict())
