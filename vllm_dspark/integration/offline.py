@@ -90,14 +90,13 @@ class OfflineEngine:
         given["dspark"] = {**(given.get("dspark") or {}), **options}
         args.speculative_config = given
         args.disable_log_stats = True
-        environment = process_environment()
+        # An engine core of its own unless told otherwise, so that it is as alone as in a server.
+        own_core = process_environment().get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
         try:
             self._engine = LLMEngine.from_engine_args(
                 args,
                 usage_context=UsageContext.OPENAI_API_SERVER,  # its default batch sizes
-                # An engine core of its own lets an OpenMP preload take effect, as in a server.
-                enable_multiprocessing=environment.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-                != "0",
+                enable_multiprocessing=own_core,
             )
         except DSparkError:
             raise

@@ -2,9 +2,11 @@
 
 Every cell (size x KV node) keeps its newest `repeats` samples. A cell is settled when they
 scatter by no more than `max_spread` of their median (half the distance between the 20th and 80th
-percentile, as in cost.py); only unsettled cells are measured again, so a disturbance that passes
-costs the cells it hit a few more samples, and one that stays is told from the model's own cost by
-never settling.
+percentile, as in cost.py) and that median is no further than that above the fastest times the
+cell ever showed. Measuring until a handful of samples agree would alone be sure to end, by chance;
+but other work on a machine only ever makes a step slower, so samples that agree at the bottom agree
+on the cost of the step. Only unsettled cells are measured again: a disturbance that passes costs
+the cells it hit a few more samples, and one that stays never lets them settle.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ class CellSamples:
         self._samples: dict[Cell, deque[StepTiming]] = {
             cell: deque(maxlen=repeats) for cell in cells
         }
+        # The two fastest times of each cell; the second counts, so that one freak sample does not.
+        self._fastest = {cell: [float("inf"), float("inf")] for cell in self._samples}
         self.num_samples = 0  # ever added, those that were replaced included
 
     def add(self, samples: Iterable[StepTiming]) -> None:
@@ -50,6 +54,7 @@ class CellSamples:
             if cell not in self._samples:
                 raise CostTableError("incomplete", f"{cell} was timed, but nobody asked for it")
             self._samples[cell].append(sample)
+            self._fastest[cell] = sorted([*self._fastest[cell], _total(sample)])[:2]
             self.num_samples += 1
 
     def __len__(self) -> int:
@@ -64,9 +69,11 @@ class CellSamples:
         samples = self._samples[cell]
         if len(samples) < self.repeats:
             return float("inf")
-        times = [s.forward_ms + (s.draft_ms or 0.0) for s in samples]
-        low, median, high = np.percentile(times, (20, 50, 80))
-        return float((high - low) / 2.0 / median) if median > 0 else float("inf")
+        low, median, high = np.percentile([_total(sample) for sample in samples], (20, 50, 80))
+        if median <= 0:
+            return float("inf")
+        above = median / self._fastest[cell][1] - 1.0
+        return float(max((high - low) / 2.0 / median, above))
 
     def unsettled(self) -> list[Cell]:
         """Cells to measure (again), in ascending order."""
@@ -89,6 +96,10 @@ class CellSamples:
             )
         samples = [sample for cell in self._samples.values() for sample in cell]
         return build_cost_table(samples, allocation_ms=allocation_ms)
+
+
+def _total(sample: StepTiming) -> float:
+    return sample.forward_ms + (sample.draft_ms or 0.0)
 
 
 def rounds_of(cells: Sequence[Cell], size: int) -> list[list[Cell]]:
