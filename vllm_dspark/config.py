@@ -173,6 +173,12 @@ class DSparkConfig(BaseModel):
     record_outcomes: _OptionalPath = _option(
         None, "Append one JSON line per step outcome to this file (debugging, simulation).", _PATH
     )
+    record_confidences: _OptionalPath = _option(
+        None,
+        "Append raw confidences with the outcomes of their drafts to this file (calibration, "
+        "simulation).",
+        _PATH,
+    )
     test_windows: _TestWindows = _option(
         None,
         "Debugging: replace the planner's windows by full ones, by seeded random ones, by one "

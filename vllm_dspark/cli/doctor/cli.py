@@ -28,7 +28,7 @@ def doctor(
 ) -> None:
     """Examine, before serving, whether this engine and drafter will work together.
 
-    Takes what `serve` takes. Exit codes: 0 nothing to do, 3 warnings, 1 errors, 2 wrong usage.
+    Takes what `serve` takes. Exit codes: 0 nothing to do, 4 warnings, 1 errors, 2 wrong usage.
     """
     from rich.console import Console
 

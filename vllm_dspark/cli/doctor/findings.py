@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 Level = Literal["ok", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("ok", "info", "warning", "error")
-# Exit code of the worst level; 2 is wrong usage, as everywhere.
-EXIT_CODES: dict[Level, int] = {"ok": 0, "info": 0, "warning": 3, "error": 1}
+# Exit code of the worst level (cli/exits.py).
+EXIT_CODES: dict[Level, int] = {"ok": 0, "info": 0, "warning": 4, "error": 1}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: nothing to do, 3: warnings, 1: errors."""
+        """0: nothing to do, 4: warnings, 1: errors."""
         return EXIT_CODES[self.worst]
 
     def as_json(self) -> dict[str, Any]:
