@@ -15,6 +15,8 @@ from typer.core import TyperCommand
 from vllm_dspark.cli import measuring_commands as measuring
 from vllm_dspark.cli.doctor import cli as doctor_cli
 from vllm_dspark.cli.exits import EXIT_USAGE, fail
+from vllm_dspark.cli.simulate import cli as simulate_cli
+from vllm_dspark.cli.top import cli as top_cli
 
 app = typer.Typer(
     name="vllm-dspark",
@@ -133,6 +135,8 @@ app.command(epilog=measuring.CALIBRATE_EXAMPLE, **measuring.FORWARDING)(measurin
 app.command(epilog=measuring.PLOT_EXAMPLE)(measuring.plot)
 
 app.command(epilog=doctor_cli.EPILOG, context_settings=doctor_cli.SETTINGS)(doctor_cli.doctor)
+app.command(epilog=simulate_cli.EPILOG)(simulate_cli.simulate)
+app.command(epilog=top_cli.EPILOG)(top_cli.top)
 
 
 if __name__ == "__main__":

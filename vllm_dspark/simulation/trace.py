@@ -1,8 +1,8 @@
 """Traces: what a drafter said and what became of it, request by request and step by step.
 
-A trace is recorded by an engine with `"record_outcomes": FILE` and `"scheduling": false` (full
-windows, so that no outcome is cut off), one JSON line per step; `read_trace` takes that file or the
-compact form that `write_trace` makes of it (npz, versioned like the other artifacts).
+An engine records pairs of both with `"record_confidences": FILE` (artifacts/pairs.py); take
+`"scheduling": false` with it, since full windows cut no outcome off. `read_trace` takes that file,
+or the compact form that `write_trace` makes of it (npz, versioned like the other artifacts).
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_dspark.artifacts.pairs import Pair, read_pairs
 from vllm_dspark.errors import TraceError
 
 KIND, VERSION = "trace", 1
@@ -108,20 +109,20 @@ def write_trace(path: Path, trace: Trace) -> None:
         np.savez_compressed(file, meta=np.array(meta), **arrays)
 
 
-def read_trace(path: Path, seed: int = 0) -> Trace:
-    """A compact trace or a step log; raises TraceError.
+def read_trace(path: Path, seed: int = 0, prompt: int = 128) -> Trace:
+    """A compact trace, or pairs as an engine records them; raises TraceError.
 
-    seed: of the draws that complete cut-off outcomes of a step log (see `trace_of_log`).
+    seed: of the draws that complete cut-off outcomes; prompt: tokens of every prompt, which pairs
+    do not tell (both for recorded pairs only, see `trace_of_pairs`).
     """
     try:
-        if zipfile.is_zipfile(path):
+        is_archive = zipfile.is_zipfile(path)
+        if is_archive:
             return _read_compact(path)
-        lines = path.read_text(encoding="utf-8").splitlines()
+        width, pairs = read_pairs(path)
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path} is neither a step log nor a trace archive") from error
-    return trace_of_log(_parsed(path, lines), seed)
+    return trace_of_pairs(pairs, width, seed=seed, prompt=prompt)
 
 
 def _read_compact(path: Path) -> Trace:
@@ -138,88 +139,57 @@ def _read_compact(path: Path) -> Trace:
     return Trace(**arrays, notes=meta.get("notes", {}))
 
 
-def _parsed(path: Path, lines: Iterable[str]) -> list[dict[str, Any]]:
-    steps = []
-    for number, line in enumerate(lines, 1):
-        try:
-            step = json.loads(line)
-        except ValueError as error:
-            raise TraceError(f"{path}, line {number} is not JSON: {error}") from error
-        if not isinstance(step, dict) or step.get("version") != VERSION:
-            raise TraceError(
-                f"{path}, line {number} is no step of a log of version {VERSION}; record with "
-                '"record_outcomes" of this release'
-            )
-        steps.append(step)
-    return steps
-
-
 @dataclass
 class _Recorded:
-    """One request while its log is read."""
+    """One request while its pairs are read."""
 
-    prompt: int
-    limit: int
     sampled: bool
     position: int = 1  # the prompt's last chunk emits a token before the first step
-    steps: list[tuple[int, list[float], int]] = field(default_factory=list)
+    steps: list[tuple[int, tuple[float, ...], int]] = field(default_factory=list)
 
 
-def trace_of_log(steps: Iterable[Mapping[str, Any]], seed: int = 0) -> Trace:
-    """Join outcomes with the confidence rows of the pass that made the drafts.
+def trace_of_pairs(
+    pairs: Iterable[Pair], width: int, *, seed: int = 0, prompt: int = 128
+) -> Trace:
+    """Requests in order of their first pair, steps in order of their draft passes.
 
-    Steps whose row never came are left out. An outcome is cut off where a window or the end of the
-    request hid later drafts and all that was seen was accepted: the rest is drawn from the
-    confidences, draft by draft, and counted in `notes["completed"]`.
+    An outcome is cut off where a window or the end of the request hid later drafts and all that was
+    seen was accepted: the rest is drawn from the confidences, draft by draft, and counted in
+    `notes["completed"]`. A recording at full windows ("scheduling": false) has few of them.
     """
     rng = np.random.default_rng(seed)
     requests: dict[str, _Recorded] = {}
-    rows: dict[tuple[str, int], list[float]] = {}
-    counts = {"steps": 0, "without_row": 0, "completed": 0}
-    pending: list[tuple[_Recorded, int, str, int, int, int]] = []
-    for step in steps:
-        for name, (prompt, limit, sampled) in step.get("new", {}).items():
-            requests[name] = _Recorded(prompt, limit, sampled)
-        for name, row in step.get("rows", {}).items():
-            rows[name, step["row_stamp"]] = row
-        details = zip(step["requests"], step["stamps"], step["emitted"], step["known"], strict=True)
-        for (name, drafted, _, _, accepted), stamp, emitted, known in details:
-            request = requests[name]
-            if drafted:
-                pending.append((request, request.position, name, stamp, accepted, known))
-            request.position += emitted
-    for request, position, name, stamp, accepted, known in pending:
-        counts["steps"] += 1
-        row = rows.get((name, stamp))
-        if row is None:
-            counts["without_row"] += 1
-            continue
-        if accepted == known < len(row):
+    counts = {"steps": 0, "completed": 0}
+    for pair in sorted(pairs, key=lambda pair: pair.stamp):
+        request = requests.setdefault(pair.request_id, _Recorded(pair.sampled))
+        accepted = pair.accepted
+        if accepted == pair.verified < width:
             counts["completed"] += 1
-            while accepted < len(row) and rng.random() < row[accepted]:
+            while accepted < width and rng.random() < pair.confidence[accepted]:
                 accepted += 1
-        request.steps.append((position, row, accepted))
-    return _assemble([r for r in requests.values() if r.steps], counts)
+        counts["steps"] += 1
+        request.steps.append((request.position, pair.confidence, accepted))
+        request.position += pair.accepted + 1
+    return _assemble(list(requests.values()), counts, prompt)
 
 
-def _assemble(requests: list[_Recorded], counts: dict[str, int]) -> Trace:
+def _assemble(requests: list[_Recorded], counts: dict[str, int], prompt: int) -> Trace:
     if not requests:
         raise TraceError(
-            "the log pairs no outcome with a confidence row: the drafter has no confidence head, "
-            "or nothing was generated"
+            "the recording holds no pair of confidence and outcome: the drafter has no confidence "
+            "head, or nothing was generated"
         )
     steps = [step for request in requests for step in request.steps]
-    if len({len(row) for _, row, _ in steps}) != 1:
-        raise TraceError("the log mixes engines of different K; give each engine its own file")
     lengths = [len(request.steps) for request in requests]
+    output = np.array([r.position for r in requests], dtype=np.int32)
     return Trace(
         first=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
         position=np.array([step[0] for step in steps], dtype=np.int32),
         confidence=np.array([step[1] for step in steps], dtype=np.float32),
         accepted=np.array([step[2] for step in steps], dtype=np.int32),
-        prompt=np.array([max(r.prompt, 1) for r in requests], dtype=np.int32),
-        output=np.array([r.position for r in requests], dtype=np.int32),
-        limit=np.array([max(r.limit, r.position) for r in requests], dtype=np.int32),
+        prompt=np.full(len(requests), max(prompt, 1), dtype=np.int32),
+        output=output,
+        limit=output.copy(),
         sampled=np.array([r.sampled for r in requests]),
         notes=counts,
     )

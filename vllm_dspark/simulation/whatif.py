@@ -9,9 +9,12 @@ replaced by a profile of the machine itself.
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_dspark.errors import SimulationError
 from vllm_dspark.planning.cost import CostGrid, CostTable, StepMode, StepShape
+
+Cells = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,40 @@ def scaled(table: CostTable, machine: Machine) -> CostTable:
 
     grids = {key: scale(grid) for key, grid in table.grids.items()}
     return replace(table, grids=grids, draft=scale(table.draft))
+
+
+def for_width(table: CostTable, measured: int, width: int) -> CostTable:
+    """The table of an engine set up for another K: uniform graphs of width + 1 rows a request.
+
+    Full-width steps are interpolated between the measured ones; the drafter's time stays.
+    """
+    if width == measured:
+        return table
+
+    def moved(grid: CostGrid) -> CostGrid:
+        requests = sorted({max(size // (measured + 1), 1) for size in grid.sizes})
+        sizes = tuple(n * (width + 1) for n in requests)
+
+        def at(cells: Cells) -> Cells:
+            return np.stack([np.interp(sizes, grid.sizes, row) for row in cells])
+
+        counts = np.full((len(grid.kv_tokens), len(sizes)), int(grid.count.min()))
+        return CostGrid(
+            sizes, grid.kv_tokens, at(grid.median_ms), at(grid.spread_ms), counts
+        )
+
+    grids = {
+        (mode, shape): moved(grid) if shape is StepShape.NATIVE and mode.padded else grid
+        for (mode, shape), grid in table.grids.items()
+    }
+    return replace(table, grids=grids)
+
+
+def with_overhead(table: CostTable, overhead_ms: float) -> CostTable:
+    """The table with so much time per step beside the forward pass, instead of its own."""
+    if not overhead_ms >= 0.0:
+        raise SimulationError(f"an overhead of {overhead_ms} ms; it must be at least 0")
+    return replace(table, overhead_ms=overhead_ms)
 
 
 def example_table(width: int, max_requests: int = 256) -> CostTable:
