@@ -7,7 +7,7 @@ import pytest
 
 from tests.simulation.cases import random_calibration, random_scenario, random_table, random_trace
 from vllm_dspark.planning.plan import PlanKind, Reason
-from vllm_dspark.simulation.core import entry
+from vllm_dspark.simulation.core import entry, state
 from vllm_dspark.simulation.exact import RealPlanner
 from vllm_dspark.simulation.setup import build
 
@@ -21,11 +21,11 @@ def _compiled_step(a):
     d, n, drafts, kv_tokens, mixed = entry.begin(w, a.load)
     if d < 0:
         return None
-    made_by = int(w.stamp[d, w.order[0]]) if n else 0
+    made_by = int(w.slot[d, state.STAMP, w.batch[state.ORDER, 0]]) if n else 0
     plan = entry.decide(
         w, a.learner, a.planner, a.options, a.load, a.costs, d, n, drafts, kv_tokens, mixed
     )
-    windows = tuple((w.admitted[:n] + 1).tolist())
+    windows = tuple((w.batch[state.TAKEN, :n] + 1).tolist())
     entry.schedule(w, a.load, a.requests, d, n)
     entry.add(w, a.learner, a.load, a.requests, d)
     entry.complete(w, a.load, a.requests, a.costs, d, n, plan[0], plan[3])
@@ -50,12 +50,12 @@ def _compare(seed: int, seen: Counter) -> int:
         outcome, compiled = real.step(), _compiled_step(twin)
         if outcome is None:
             assert compiled is None
-            assert real.arrays.world.done[0] == scenario.num_requests
+            assert real.arrays.world.counts[state.DONE] == scenario.num_requests
             return step
         plan, n = outcome
         expected: tuple = ()
         if plan is not None:
-            windows = tuple((real.arrays.world.admitted[:n] + 1).tolist())
+            windows = tuple((real.arrays.world.batch[state.TAKEN, :n] + 1).tolist())
             expected = (plan.kind, plan.reason, plan.budget, plan.draft_next, windows)
             seen[plan.reason] += 1
         assert compiled == expected, f"seed {seed}, step {step}"
@@ -66,9 +66,7 @@ def _compare(seed: int, seen: Counter) -> int:
 def test_compiled_planner_equals_planner(block: int) -> None:
     """Catches any decision that differs: kind, reason, budget, window of a request, drafting."""
     seen: Counter = Counter()
-    steps = sum(
-        _compare(seed, seen) for seed in range(block, NUM_CASES, 4)
-    )
+    steps = sum(_compare(seed, seen) for seed in range(block, NUM_CASES, 4))
     assert steps > 1000
     # Reasons that a simulated engine can meet must have been compared, or equality proves little.
     reached = {Reason.MIXED, Reason.NATIVE_BEST, Reason.TRIM_GAIN, Reason.SKIP_GAIN}

@@ -30,7 +30,7 @@ class RealPlanner:
         self.mode = decode_mode(table)
         self.lag = scenario.row_lag
         width = calibration.num_positions
-        replicas, slots = arrays.world.running.shape
+        replicas, slots = len(arrays.world.clock), arrays.world.batch.shape[1]
         options = {"device_windows": self.device}
         chosen = scenario.options
         self.planners = [
@@ -63,8 +63,8 @@ class RealPlanner:
         d, n, drafts, kv_tokens, mixed = entry.begin(w, a.load)
         if d < 0:
             return None
-        order = w.order[:n].copy()
-        made_by = int(w.stamp[d, order[0]]) if n else 0
+        order = w.batch[state.ORDER, :n].copy()
+        made_by = int(w.slot[d, state.STAMP, order[0]]) if n else 0
         plan = None
         kind, draft_next = state.NATIVE, True
         if n:
@@ -73,11 +73,11 @@ class RealPlanner:
             w.kinds[kind, _REASONS[plan.reason]] += 1
         entry.schedule(w, a.load, a.requests, d, n)
         self._add(d)
-        finished_from = int(w.done[0])
+        finished_from = int(w.counts[state.DONE])
         entry.complete(w, a.load, a.requests, a.costs, d, n, kind, draft_next)
         self._learn(d, order, made_by)
-        if w.done[0] != finished_from:
-            for slot in w.finished[: w.counts[1]].tolist():
+        if w.counts[state.DONE] != finished_from:
+            for slot in w.batch[state.FINISHED, : w.counts[state.N_FINISHED]].tolist():
                 self.tables[d].remove(self._names[d][slot])
         return plan, n
 
@@ -92,14 +92,14 @@ class RealPlanner:
     ) -> VerifyPlan:
         w, table = self.arrays.world, self.tables[d]
         facts = StepFacts(
-            step_id=int(w.step[d]) + 1,
+            step_id=int(w.rep[d, state.STEP]) + 1,
             mode=StepMode.MIXED if mixed else self.mode,
             native_mode=StepMode.MIXED if mixed else self.mode,
             kv_tokens=int(kv_tokens),
-            num_waiting=int(w.queue_size[d]),
-            num_arrived=int(w.arrived[d]),
+            num_waiting=int(w.rep[d, state.QUEUE_SIZE]),
+            num_arrived=int(w.rep[d, state.ARRIVED]),
         )
-        w.arrived[d] = 0
+        w.rep[d, state.ARRIVED] = 0
         slots = table.slots(self._names[d][slot] for slot in order.tolist())
         counts = np.full(order.size, drafts, dtype=np.int32)
         plan = self.planners[d].shortcut(facts, table.owners(slots), counts)
@@ -113,7 +113,7 @@ class RealPlanner:
             admitted = np.array(plan.windows, dtype=np.int32) - 1
         elif plan.kind is PlanKind.SKIP_DRAFT:
             admitted = np.zeros_like(counts)
-        w.admitted[: order.size] = admitted
+        w.batch[state.TAKEN, : order.size] = admitted
         return plan
 
     def _spread(
@@ -126,7 +126,7 @@ class RealPlanner:
         """device_windows.py: the budget by the confidences of the drafts at hand."""
         w, table = self.arrays.world, self.tables[d]
         width = table.num_positions
-        place = int(w.stamp[d, order[0]]) % state.HISTORY
+        place = int(w.slot[d, state.STAMP, order[0]]) % state.HISTORY
         rows = np.ascontiguousarray(w.row[d, place, order].T)
         ranking = table.ranking_parameters()
         sampled = table._flags[0, slots]
@@ -137,21 +137,19 @@ class RealPlanner:
         capacity = np.clip(remaining - 1, 0, width).astype(np.int32)
         if capacity.sum() < budget:
             capacity = np.full(order.size, width, dtype=np.int32)
-        return np.asarray(
-            allocate(survival(estimate), capacity, np.zeros_like(capacity), budget)
-        )
+        return np.asarray(allocate(survival(estimate), capacity, np.zeros_like(capacity), budget))
 
     def _add(self, d: int) -> None:
         a, w = self.arrays, self.arrays.world
-        for slot in w.started[: w.counts[0]].tolist():
-            j = int(w.instance[d, slot])
+        for slot in w.batch[state.STARTED, : w.counts[state.N_STARTED]].tolist():
+            j = int(w.slot[d, state.INSTANCE, slot])
             request = int(a.load.trace[j])
             name = f"request-{j}"
             self._names[d][slot] = name
             self.tables[d].add(
                 name,
-                sampled=bool(a.requests.sampled[request]),
-                remaining=int(a.requests.limit[request]),
+                sampled=bool(a.requests.request[state.R_SAMPLED, request]),
+                remaining=int(a.requests.request[state.R_LIMIT, request]),
             )
 
     def _learn(self, d: int, order: np.ndarray, made_by: int) -> None:  # type: ignore[type-arg]
@@ -159,16 +157,16 @@ class RealPlanner:
         n = order.size
         names = [self._names[d][slot] for slot in order.tolist()]
         if n:
-            judged = w.judged[:n].astype(np.int64)
-            passed = w.passed[:n].astype(np.int64)
+            judged = w.batch[state.JUDGED, :n].astype(np.int64)
+            passed = w.batch[state.PASSED, :n].astype(np.int64)
             table.record_outcomes(table.slots(names), made_by, judged, passed)
-        step = int(w.step[d])
+        step = int(w.rep[d, state.STEP])
         place = (step - self.lag) % state.HISTORY
         shown = int(w.row_stamp[d, place])
         if shown == 0 or shown != step - self.lag:
             return
-        where = [*order.tolist(), *w.prefilled[: w.counts[2]].tolist()]
-        where = [s for s in where if w.row_owner[d, place, s] == w.instance[d, s] + 1]
+        where = [*order.tolist(), *w.batch[state.PREFILLED, : w.counts[state.N_PREFILLED]].tolist()]
+        where = [s for s in where if w.row_owner[d, place, s] == w.slot[d, state.INSTANCE, s] + 1]
         if where:
             slots = table.slots(self._names[d][slot] for slot in where)
             table.record_rows(slots, table.owners(slots), shown, w.row[d, place, where])

@@ -94,13 +94,18 @@ def now() -> str:
 
 
 def summarise(
-    scenario: Scenario, world: state.World, output: npt.NDArray[np.int32], cpu_s: float, machine: str
+    scenario: Scenario,
+    world: state.World,
+    output: npt.NDArray[np.int32],
+    cpu_s: float,
+    machine: str,
 ) -> CellResult:
     """The result of a finished run. output: [N] tokens of each instance; cpu_s: time it took."""
     t = world.totals
+    arrived, first, done = world.times
     seconds = float(world.clock.max()) / 1e3
     steps, rows = max(t[state.STEPS], 1.0), max(t[state.ROWS], 1.0)
-    decoding = world.done_ms - world.first_ms
+    decoding = done - first
     tpot = np.where(output > 1, decoding / np.maximum(output - 1, 1), np.nan)
     steady_s = t[state.STEADY_MS] / 1e3
     kinds = world.kinds.sum(axis=1).tolist()
@@ -113,7 +118,7 @@ def summarise(
         min_gain=scenario.options.min_gain,
         machine=machine,
         requests=scenario.num_requests,
-        completed=int(world.done[0]),
+        completed=int(world.counts[state.DONE]),
         steps=int(t[state.STEPS]),
         seconds=seconds,
         tokens_per_s=float(t[state.TOKENS]) / max(seconds, 1e-12),
@@ -125,9 +130,9 @@ def summarise(
         draft_share=float(t[state.DRAFT_PASSES] / steps),
         step_ms=float(t[state.STEP_MS] / steps),
         decode_step_ms=float(t[state.DECODE_MS] / max(t[state.DECODE_STEPS], 1.0)),
-        ttft_ms=Percentiles.of(world.first_ms - world.arrive_ms),
+        ttft_ms=Percentiles.of(first - arrived),
         tpot_ms=Percentiles.of(tpot),
-        latency_ms=Percentiles.of(world.done_ms - world.arrive_ms),
+        latency_ms=Percentiles.of(done - arrived),
         kinds={kind.value: n for kind, n in zip(PlanKind, kinds, strict=True) if n},
         reasons={r.value: n for r, n in zip(Reason, reasons, strict=False) if n},
         timeline=_timeline(world),
@@ -136,7 +141,7 @@ def summarise(
 
 
 def _timeline(world: state.World) -> tuple[TimelinePoint, ...]:
-    bucket_s = float(world.bucket_ms[0]) / 1e3
+    bucket_s = float(world.totals[state.BUCKET_MS]) / 1e3
     points = []
     for b, (steps, tokens, rows, windows) in enumerate(world.timeline.tolist()):
         if steps:

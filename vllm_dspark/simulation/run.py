@@ -46,9 +46,7 @@ def run_compiled(arrays: Arrays, max_steps: int) -> int:
     a = arrays
     entry.start(a.world, a.load)
     return int(
-        entry.run(
-            a.world, a.learner, a.planner, a.options, a.load, a.requests, a.costs, max_steps
-        )
+        entry.run(a.world, a.learner, a.planner, a.options, a.load, a.requests, a.costs, max_steps)
     )
 
 

@@ -44,46 +44,45 @@ def decode_mode(table: CostTable) -> StepMode:
 def cost_arrays(table: CostTable, allocation: bool) -> state.Costs:
     """The table for the core; allocation: ragged steps pay the ranking on the device."""
     mode = decode_mode(table)
-    shapes = {shape: _grid(table, mode, shape) for shape in StepShape}
-    fallback = {}
-    for shape in (StepShape.NATIVE, StepShape.SINGLE):
-        modes = _FALLBACK_MODES if mode is StepMode.FULL else ()
-        found = (_grid(table, other, shape) for other in modes)
-        fallback[shape] = next((grid for grid in found if grid.exists), _placeholder())
-    draft = np.maximum.accumulate(table.draft.median_ms, axis=1)[0]
-    return state.Costs(
-        ragged=shapes[StepShape.RAGGED],
-        native=shapes[StepShape.NATIVE],
-        single=shapes[StepShape.SINGLE],
-        native_fallback=fallback[StepShape.NATIVE],
-        single_fallback=fallback[StepShape.SINGLE],
-        mixed=_grid(table, StepMode.MIXED, StepShape.RAGGED),
-        draft_sizes=np.array(table.draft.sizes, dtype=np.int64),
-        draft_ms=draft.astype(np.float64),
+    grids: dict[int, CostGrid | None] = {
+        state.RAGGED: _grid(table, mode, StepShape.RAGGED),
+        state.UNIFORM: _grid(table, mode, StepShape.NATIVE),
+        state.SINGLE: _grid(table, mode, StepShape.SINGLE),
+        state.MIXED: _grid(table, StepMode.MIXED, StepShape.RAGGED),
+    }
+    if mode is StepMode.FULL:
+        for g, shape in (
+            (state.UNIFORM_FALLBACK, StepShape.NATIVE),
+            (state.SINGLE_FALLBACK, StepShape.SINGLE),
+        ):
+            found = (_grid(table, other, shape) for other in _FALLBACK_MODES)
+            grids[g] = next((grid for grid in found if grid is not None), None)
+    present = {g: grid for g, grid in grids.items() if grid is not None}
+    nodes = max(len(grid.kv_tokens) for grid in present.values())
+    sizes = max(len(grid.sizes) for grid in present.values())
+    costs = state.Costs(
+        shape=np.zeros((state.NUM_GRIDS, 3), dtype=np.int64),
+        sizes=np.zeros((state.NUM_GRIDS, sizes), dtype=np.int64),
+        kv=np.zeros((state.NUM_GRIDS, nodes), dtype=np.int64),
+        cells=np.zeros((state.NUM_GRIDS, nodes, sizes)),
+        draft=np.stack([table.draft.sizes, np.maximum.accumulate(table.draft.median_ms[0])]),
         overhead_ms=float(table.overhead_ms),
         allocation_ms=float(table.allocation_ms) if allocation else 0.0,
         padded=int(mode.padded),
     )
+    for g, grid in present.items():
+        rows, columns = grid.median_ms.shape
+        quantum = max(1, grid.kv_tokens[-1] // _KV_STEPS)
+        costs.shape[g] = columns, rows, quantum
+        costs.sizes[g, :columns] = grid.sizes
+        costs.kv[g, :rows] = grid.kv_tokens
+        costs.cells[g, :rows, :columns] = np.maximum.accumulate(grid.median_ms, axis=1)
+    return costs
 
 
-def _grid(table: CostTable, mode: StepMode, shape: StepShape) -> state.Grid:
+def _grid(table: CostTable, mode: StepMode, shape: StepShape) -> CostGrid | None:
     key = table.resolve(mode, shape)
-    return _placeholder() if key is None else _grid_arrays(table.grids[key])
-
-
-def _grid_arrays(grid: CostGrid) -> state.Grid:
-    return state.Grid(
-        np.array(grid.sizes, dtype=np.int64),
-        np.array(grid.kv_tokens, dtype=np.int64),
-        np.ascontiguousarray(np.maximum.accumulate(grid.median_ms, axis=1)),
-        max(1, grid.kv_tokens[-1] // _KV_STEPS),
-        1,
-    )
-
-
-def _placeholder() -> state.Grid:
-    one = np.ones(1, dtype=np.int64)
-    return state.Grid(one, one, np.ones((1, 1)), 1, 0)
+    return None if key is None else table.grids[key]
 
 
 def option_numbers(options: PlannerOptions, device: bool) -> state.Options:
@@ -113,11 +112,10 @@ def build(trace: Trace, table: CostTable, calibration: Calibration, scenario: Sc
     costs = cost_arrays(table, allocation=device or not ours)
     slots = _slots(scenario)
     load = _load(trace, scenario)
-    sizes = max(costs.ragged.sizes.size, 1)
     return Arrays(
         world=_world(scenario.replicas, slots, trace.width, scenario.num_requests),
         learner=_learner(scenario.replicas, slots, calibration),
-        planner=_planner(scenario.replicas, slots, trace.width, sizes),
+        planner=_planner(scenario.replicas, slots, trace.width),
         options=option_numbers(options, device),
         load=load,
         requests=_requests(trace, scenario.prefill),
@@ -158,119 +156,80 @@ def _load(trace: Trace, scenario: Scenario) -> state.Load:
 
 
 def _requests(trace: Trace, prefill: bool) -> state.Requests:
-    last = np.zeros(len(trace.position), dtype=np.bool_)
-    last[trace.first[1:] - 1] = True
+    last = np.zeros(len(trace.position), dtype=np.int64)
+    last[trace.first[1:] - 1] = 1
     prompt = trace.prompt if prefill else np.ones_like(trace.prompt)
+    requests = (trace.first[:-1], prompt, trace.output, trace.limit, trace.sampled)
     return state.Requests(
-        trace.first,
-        trace.position,
+        np.stack([trace.position, trace.accepted, last]).astype(np.int64),
         np.ascontiguousarray(trace.confidence),
-        trace.accepted,
-        last,
-        prompt,
-        trace.output,
-        trace.limit,
-        trace.sampled,
+        np.stack([column.astype(np.int64) for column in requests]),
     )
+
+
+def _ints(*shape: int) -> npt.NDArray[np.int64]:
+    return np.zeros(shape, dtype=np.int64)
 
 
 def _world(replicas: int, slots: int, width: int, number: int) -> state.World:
-    def ints(*shape: int) -> npt.NDArray[np.int64]:
-        return np.zeros(shape, dtype=np.int64)
-
     d, s = replicas, slots
-    return state.World(
+    world = state.World(
         clock=np.zeros(d),
-        step=ints(d),
-        running=ints(d, s),
-        num_running=ints(d),
-        free=np.tile(np.arange(s, dtype=np.int64)[::-1], (d, 1)),
-        num_free=np.full(d, s, dtype=np.int64),
-        instance=ints(d, s),
-        emitted=ints(d, s),
-        context=ints(d, s),
-        prefill_left=ints(d, s),
-        stamp=ints(d, s),
-        record=ints(d, s),
-        queue_next=ints(number),
-        queue_head=ints(d),
-        queue_tail=ints(d),
-        queue_size=ints(d),
-        outstanding=ints(d),
-        issued=ints(1),
-        done=ints(1),
-        arrived=ints(d),
-        arrive_ms=np.full(number, np.nan),
-        first_ms=np.full(number, np.nan),
-        done_ms=np.full(number, np.nan),
-        order=ints(s),
-        num_drafts=ints(s),
-        admitted=ints(s),
-        judged=ints(s),
-        passed=ints(s),
-        started=ints(s),
-        finished=ints(s),
-        prefilled=ints(s),
-        counts=ints(4),
+        rep=_ints(d, 8),
+        slot=_ints(d, 8, s),
+        batch=_ints(8, s),
+        counts=_ints(6),
+        queue_next=_ints(number),
+        times=np.full((3, number), np.nan),
         row=np.zeros((d, state.HISTORY, s, width), dtype=np.float32),
-        row_owner=ints(d, state.HISTORY, s),
-        row_stamp=ints(d, state.HISTORY),
+        row_owner=_ints(d, state.HISTORY, s),
+        row_stamp=_ints(d, state.HISTORY),
         totals=np.zeros(state.NUM_TOTALS),
-        windows=ints(width + 2),
-        kinds=ints(4, len(Reason)),
+        windows=_ints(width + 2),
+        kinds=_ints(4, len(Reason)),
         timeline=np.zeros((state.TIMELINE, 4)),
-        bucket_ms=np.ones(1),
     )
+    world.slot[:, state.FREE] = np.arange(s)[::-1]
+    world.rep[:, state.NUM_FREE] = s
+    world.totals[state.BUCKET_MS] = 1.0
+    return world
 
 
 def _learner(replicas: int, slots: int, calibration: Calibration) -> state.Learner:
     d, s, k = replicas, slots, calibration.num_positions
-    owner = np.zeros((d, s), dtype=np.int64)
-    start = np.array([calibration.greedy_offset, calibration.sampled_offset], dtype=np.float64)
+    offset = np.array([calibration.greedy_offset, calibration.sampled_offset], dtype=np.float64)
     slope = 1.0 / np.array([calibration.greedy, calibration.sampled], dtype=np.float64)
-    trials = np.full((d, 2, k), posterior._START_TRIALS)
-    accepted = trials * posterior._START_RATE
-    prior = (accepted / trials).astype(np.float32)
-    expected = np.zeros((d, 2, k + 1), dtype=np.float32)
-    np.cumsum(prior, axis=2, out=expected[:, :, 1:])
-    scalars = np.zeros((d, state.NUM_LEARNER_SCALARS))
-    scalars[:, state.UNTIL_REFRESH] = posterior._REFRESH
-    scalars[:, state.SHRINKAGE] = posterior._SHRINKAGE
-    return state.Learner(
-        owner=owner,
-        row_owner=owner.copy(),
-        row_stamp=owner.copy(),
+    learner = state.Learner(
+        slot=_ints(d, 8, s),
+        own=np.zeros((d, 2, s), dtype=np.float32),
         row=np.zeros((d, s, k), dtype=np.float32),
-        outcome_stamp=owner.copy(),
-        admitted=owner.copy(),
-        accepted=owner.copy(),
-        remaining=owner.copy(),
-        sampled=np.zeros((d, s), dtype=np.bool_),
-        residual=np.zeros((d, s), dtype=np.float32),
-        trials=np.zeros((d, s), dtype=np.float32),
-        prior_trials=trials,
-        prior_accepted=accepted,
-        prior=prior,
-        expected=expected,
-        seen=np.zeros((d, 2, k + 1)),
-        hits=np.zeros((d, 2, k + 1)),
-        scalars=scalars,
+        shared=np.zeros((d, state.NUM_SHARED, 2, k)),
+        histogram=np.zeros((d, 2, 2, k + 1)),
+        prior=np.zeros((d, 2, k), dtype=np.float32),
+        expected=np.zeros((d, 2, k + 1), dtype=np.float32),
+        temper=np.zeros((d, 2, 2, k), dtype=np.float32),
+        scalars=np.zeros((d, state.NUM_LEARNER_SCALARS)),
         cap_rows=np.zeros((d, 2, state.BUCKETS)),
         cap_weight=np.ones((d, 2, state.BUCKETS), dtype=np.float32),
-        cap_until=np.ones((d, 2), dtype=np.int64),
-        slope=-slope.astype(np.float32),
-        bias=np.repeat(-start.astype(np.float32)[None], d, axis=0),
-        offset=np.repeat(start[None], d, axis=0),
-        start=start,
-        sums=np.zeros((d, 3, 2, k)),
-        identity=np.full(d, calibration == Calibration.identity(k)),
     )
+    trials = posterior._START_TRIALS
+    learner.shared[:, state.P_TRIALS] = trials
+    learner.shared[:, state.P_ACCEPTED] = trials * posterior._START_RATE
+    learner.shared[:, state.P_OFFSET] = learner.shared[:, state.P_START] = offset
+    learner.prior[:] = np.float32(trials * posterior._START_RATE / trials)
+    np.cumsum(learner.prior, axis=2, out=learner.expected[:, :, 1:])
+    learner.temper[:, state.SLOPE] = -slope.astype(np.float32)
+    learner.temper[:, state.BIAS] = -offset.astype(np.float32)
+    scalars = learner.scalars
+    scalars[:, state.UNTIL_REFRESH] = posterior._REFRESH
+    scalars[:, state.SHRINKAGE] = posterior._SHRINKAGE
+    scalars[:, state.IDENTITY] = calibration == Calibration.identity(k)
+    scalars[:, state.CAP_UNTIL :] = 1
+    return learner
 
 
-def _planner(replicas: int, slots: int, width: int, sizes: int) -> state.Planner:
-    status = np.zeros((replicas, state.NUM_PLANNER_STATES), dtype=np.int64)
+def _planner(replicas: int, slots: int, width: int) -> state.Planner:
+    status = _ints(replicas, state.NUM_PLANNER_STATES)
     status[:, state.LAST_SIZE] = -1
-    values = [np.zeros(width * slots, dtype=np.float32) for _ in range(3)]
-    counts = [np.zeros(slots, dtype=np.int64) for _ in range(4)]
-    known = np.zeros(slots, dtype=np.bool_)
-    return state.Planner(status, *values, *counts, np.zeros(sizes), known)
+    floats = np.zeros((3, width * slots), dtype=np.float32)
+    return state.Planner(status, floats, _ints(5, slots))

@@ -148,9 +148,7 @@ class _Recorded:
     steps: list[tuple[int, tuple[float, ...], int]] = field(default_factory=list)
 
 
-def trace_of_pairs(
-    pairs: Iterable[Pair], width: int, *, seed: int = 0, prompt: int = 128
-) -> Trace:
+def trace_of_pairs(pairs: Iterable[Pair], width: int, *, seed: int = 0, prompt: int = 128) -> Trace:
     """Requests in order of their first pair, steps in order of their draft passes.
 
     An outcome is cut off where a window or the end of the request hid later drafts and all that was

@@ -86,9 +86,7 @@ def for_width(table: CostTable, measured: int, width: int) -> CostTable:
             return np.stack([np.interp(sizes, grid.sizes, row) for row in cells])
 
         counts = np.full((len(grid.kv_tokens), len(sizes)), int(grid.count.min()))
-        return CostGrid(
-            sizes, grid.kv_tokens, at(grid.median_ms), at(grid.spread_ms), counts
-        )
+        return CostGrid(sizes, grid.kv_tokens, at(grid.median_ms), at(grid.spread_ms), counts)
 
     grids = {
         (mode, shape): moved(grid) if shape is StepShape.NATIVE and mode.padded else grid

@@ -78,7 +78,9 @@ def check_runner(machine: Machine) -> Iterator[Finding]:
 
 
 def _version_finding(version: str, what: str, flag: str) -> Finding:
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    numbers = tuple(
+        int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2] if part.isdigit()
+    )
     if not _LOWEST <= numbers < _BELOW:
         return Finding(
             "vllm_version",
@@ -87,7 +89,7 @@ def _version_finding(version: str, what: str, flag: str) -> Finding:
             "the plugin stands aside with any other version",
             flag,
         )
-    exact = version.split("+")[0]
+    exact = version.split("+", maxsplit=1)[0]
     if exact not in CHECKED_VERSIONS:
         return Finding(
             "vllm_version",

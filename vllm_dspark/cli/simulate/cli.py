@@ -26,7 +26,7 @@ def _list(option: str, text: str, kind: Callable[[str], _Number]) -> tuple[_Numb
         fail(f"{option} {text!r}: write numbers with commas between them", EXIT_USAGE)
 
 
-def simulate(  # noqa: PLR0913 - options of a command
+def simulate(
     *,
     trace: Annotated[
         Path | None,
@@ -48,7 +48,9 @@ def simulate(  # noqa: PLR0913 - options of a command
     ] = None,
     prompt_tokens: Annotated[
         int,
-        typer.Option(min=1, help="Length of prompts that pairs do not tell.", rich_help_panel=_INPUT),
+        typer.Option(
+            min=1, help="Length of prompts that pairs do not tell.", rich_help_panel=_INPUT
+        ),
     ] = 128,
     save_trace: Annotated[
         Path | None, typer.Option(help="Write the compact trace.", rich_help_panel=_INPUT)
@@ -82,9 +84,7 @@ def simulate(  # noqa: PLR0913 - options of a command
     min_gain: Annotated[
         str, typer.Option(help="Gain margins, commas.", rich_help_panel=_ENGINE)
     ] = "0.04",
-    windows: Annotated[
-        str, typer.Option(help="host or device.", rich_help_panel=_ENGINE)
-    ] = "host",
+    windows: Annotated[str, typer.Option(help="host or device.", rich_help_panel=_ENGINE)] = "host",
     row_lag: Annotated[
         int,
         typer.Option(
@@ -102,7 +102,9 @@ def simulate(  # noqa: PLR0913 - options of a command
     ] = True,
     exact: Annotated[
         bool,
-        typer.Option(help="Drive the real planner, not its compiled twin.", rich_help_panel=_ENGINE),
+        typer.Option(
+            help="Drive the real planner, not its compiled twin.", rich_help_panel=_ENGINE
+        ),
     ] = False,
     dp: Annotated[
         str, typer.Option(help="Data-parallel engines, commas.", rich_help_panel=_MACHINE)

@@ -34,7 +34,7 @@ def read_once(
     return figures_of(changes(first, parse(read(url))))
 
 
-def watch(  # noqa: PLR0913 - what a test replaces is an argument
+def watch(
     url: str,
     interval_s: float,
     console: Console,

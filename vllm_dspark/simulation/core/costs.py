@@ -1,91 +1,110 @@
-"""Prices: planning.online_cost.CostModel without the online correction, and the world's truth."""
+"""Prices: planning.online_cost.CostModel without the online correction, and the world's truth.
+
+`g` is the index of a grid (state.py).
+"""
 
 import numpy as np
 
 from vllm_dspark.simulation.core.jit import inner
-from vllm_dspark.simulation.core.state import Costs, Grid
+from vllm_dspark.simulation.core.state import (
+    NUM_NODES,
+    NUM_SIZES,
+    QUANTUM,
+    SINGLE,
+    SINGLE_FALLBACK,
+    UNIFORM,
+    UNIFORM_FALLBACK,
+    Costs,
+)
 
 
 @inner
-def node_of(grid: Grid, kv_tokens: int):
-    """Upper node, weight of a segment and whether the load lies beyond the last node."""
-    nodes = grid.kv
-    upper = nodes.size - 1
-    for index in range(1, nodes.size):
-        if kv_tokens <= nodes[index]:
-            upper = index
-            break
-    return upper
-
-
-@inner
-def cell(grid: Grid, kv_tokens: int, j: int) -> float:
+def cell(c: Costs, g: int, kv_tokens: int, j: int) -> float:
     """Time of size index j at a (rounded) kv load: CostGrid.at."""
-    nodes, cells = grid.kv, grid.cells
-    if nodes.size == 1 or kv_tokens <= nodes[0]:
-        return cells[0, j]
-    upper = node_of(grid, kv_tokens)
-    low, high = nodes[upper - 1], nodes[upper]
-    slope = (cells[upper, j] - cells[upper - 1, j]) / (high - low)
+    kv, cells, nodes = c.kv, c.cells, c.shape[g, NUM_NODES]
+    if nodes == 1 or kv_tokens <= kv[g, 0]:
+        return cells[g, 0, j]
+    upper = 1
+    while upper < nodes - 1 and kv_tokens > kv[g, upper]:
+        upper += 1
+    low, high = kv[g, upper - 1], kv[g, upper]
+    slope = (cells[g, upper, j] - cells[g, upper - 1, j]) / (high - low)
     if kv_tokens > high:
         slope = max(slope, 0.0)
-    return cells[upper, j] + slope * (kv_tokens - high)
+    return cells[g, upper, j] + slope * (kv_tokens - high)
 
 
 @inner
-def rounded(grid: Grid, kv_tokens: int) -> int:
+def rounded(c: Costs, g: int, kv_tokens: int) -> int:
     """The load that prices are kept for."""
-    return kv_tokens // grid.quantum * grid.quantum
+    quantum = c.shape[g, QUANTUM]
+    return kv_tokens // quantum * quantum
 
 
 @inner
-def between(grid: Grid, kv_tokens: int, num_tokens: int, falling: bool) -> float:
+def place(c: Costs, g: int, num_tokens: int) -> int:
+    """Index of the smallest size that holds so many tokens; the number of sizes if none does."""
+    sizes, low, high = c.sizes, 0, c.shape[g, NUM_SIZES]
+    while low < high:
+        middle = (low + high) // 2
+        if sizes[g, middle] < num_tokens:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@inner
+def between(c: Costs, g: int, kv_tokens: int, num_tokens: int, falling: bool) -> float:
     """Interpolated time of a step; `falling`: allow a falling last slope beyond the grid."""
-    sizes, last = grid.sizes, grid.sizes.size - 1
-    if num_tokens <= sizes[0]:
-        return cell(grid, kv_tokens, 0)
-    if num_tokens >= sizes[last]:
-        end = cell(grid, kv_tokens, last)
-        if last == 0 or num_tokens == sizes[last]:
+    sizes, last = c.sizes, c.shape[g, NUM_SIZES] - 1
+    if num_tokens <= sizes[g, 0]:
+        return cell(c, g, kv_tokens, 0)
+    if num_tokens >= sizes[g, last]:
+        end = cell(c, g, kv_tokens, last)
+        if last == 0 or num_tokens == sizes[g, last]:
             return end
-        slope = (end - cell(grid, kv_tokens, last - 1)) / (sizes[last] - sizes[last - 1])
+        slope = (end - cell(c, g, kv_tokens, last - 1)) / (sizes[g, last] - sizes[g, last - 1])
         if not falling:
             slope = max(slope, 0.0)
-        return end + slope * (num_tokens - sizes[last])
-    j = np.searchsorted(sizes, num_tokens, side="right") - 1
-    low, high = cell(grid, kv_tokens, j), cell(grid, kv_tokens, j + 1)
-    return (high - low) / (sizes[j + 1] - sizes[j]) * (num_tokens - sizes[j]) + low
+        return end + slope * (num_tokens - sizes[g, last])
+    j = place(c, g, num_tokens)
+    if sizes[g, j] != num_tokens:
+        j -= 1
+    low, high = cell(c, g, kv_tokens, j), cell(c, g, kv_tokens, j + 1)
+    return (high - low) / (sizes[g, j + 1] - sizes[g, j]) * (num_tokens - sizes[g, j]) + low
 
 
 @inner
-def step_ms(grid: Grid, padded: int, kv_tokens: int, num_tokens: int):
+def step_ms(c: Costs, g: int, padded: int, kv_tokens: int, num_tokens: int):
     """(padded size, ms); size -1 if no cell covers the step: CostModel.step_ms."""
-    if not grid.exists:
+    count = c.shape[g, NUM_SIZES]
+    if count == 0:
         return -1, 0.0
-    kv = rounded(grid, kv_tokens)
+    kv = rounded(c, g, kv_tokens)
     if not padded:
-        return num_tokens, between(grid, kv, num_tokens, False)
-    j = np.searchsorted(grid.sizes, num_tokens)
-    if j == grid.sizes.size:
+        return num_tokens, between(c, g, kv, num_tokens, False)
+    j = place(c, g, num_tokens)
+    if j == count:
         return -1, 0.0
-    return grid.sizes[j], cell(grid, kv, j)
+    return c.sizes[g, j], cell(c, g, kv, j)
 
 
 @inner
-def uniform_ms(costs: Costs, is_native: bool, kv_tokens: int, num_tokens: int):
+def uniform_ms(c: Costs, is_native: bool, kv_tokens: int, num_tokens: int):
     """Like step_ms, for native or single steps; a step too large for full graphs falls back."""
-    grid = costs.native if is_native else costs.single
-    size, ms = step_ms(grid, costs.padded, kv_tokens, num_tokens)
+    g = UNIFORM if is_native else SINGLE
+    size, ms = step_ms(c, g, c.padded, kv_tokens, num_tokens)
     if size < 0:
-        fallback = costs.native_fallback if is_native else costs.single_fallback
-        size, ms = step_ms(fallback, 0, kv_tokens, num_tokens)
+        g = UNIFORM_FALLBACK if is_native else SINGLE_FALLBACK
+        size, ms = step_ms(c, g, 0, kv_tokens, num_tokens)
     return size, ms
 
 
 @inner
-def draft_ms(costs: Costs, num_requests: int) -> float:
+def draft_ms(c: Costs, num_requests: int) -> float:
     """Time of one draft pass: CostModel.draft_ms."""
-    sizes, times = costs.draft_sizes, costs.draft_ms
+    sizes, times = c.draft[0], c.draft[1]
     last = sizes.size - 1
     if num_requests > sizes[last]:
         if last == 0:
@@ -100,14 +119,14 @@ def draft_ms(costs: Costs, num_requests: int) -> float:
 
 
 @inner
-def true_ms(costs: Costs, grid: Grid, exact_size: bool, kv_tokens: int, num_tokens: int) -> float:
+def true_ms(c: Costs, g: int, exact_size: bool, kv_tokens: int, num_tokens: int) -> float:
     """What a step takes in the simulated world; beyond the largest size the last slope goes on.
 
     exact_size: the step runs at its own size even where graphs are padded (an engine set up for
     another width would have captured it).
     """
-    if costs.padded and not exact_size:
-        size, ms = step_ms(grid, 1, kv_tokens, num_tokens)
+    if c.padded and not exact_size:
+        size, ms = step_ms(c, g, 1, kv_tokens, num_tokens)
         if size >= 0:
             return ms
-    return between(grid, rounded(grid, kv_tokens), num_tokens, False)
+    return between(c, g, rounded(c, g, kv_tokens), num_tokens, False)

@@ -6,12 +6,34 @@ Each entry closes over the stamp of this folder's sources; jit.py says why.
 from vllm_dspark.simulation.core import learner, planner, policies, ranking, world
 from vllm_dspark.simulation.core.jit import entry, inner, source_stamp
 from vllm_dspark.simulation.core.state import (
+    ALIVE,
     ARGMAX,
+    ARRIVED,
     EARLY_STOP,
     FIXED,
     HISTORY,
-    OFF,
+    INSTANCE,
+    ISSUED,
+    JUDGED,
+    L_OWNER,
+    L_REMAINING,
+    L_ROW_OWNER,
+    L_ROW_STAMP,
+    N_PREFILLED,
+    N_STARTED,
+    ORDER,
     OURS,
+    P_CAPACITY,
+    P_KNOWN,
+    PASSED,
+    PREFILLED,
+    QUEUE_SIZE,
+    R_LIMIT,
+    R_SAMPLED,
+    STAMP,
+    STARTED,
+    STEP,
+    TAKEN,
     THRESHOLD,
     TRIM,
     Costs,
@@ -30,16 +52,30 @@ _STAMP = source_stamp()
 def _ours(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
     """Conductor.order with the compiled planner."""
     width = w.row.shape[3]
-    arrived, waiting = w.arrived[d], w.queue_size[d]
-    w.arrived[d] = 0
+    arrived, waiting = w.rep[d, ARRIVED], w.rep[d, QUEUE_SIZE]
+    w.rep[d, ARRIVED] = 0
     if planner.shortcut(p, o, d, n, arrived, waiting, mixed):
-        return planner.repeat(p, d, n, drafts, w.admitted)
-    stamp = w.stamp[d, w.order[0]]
-    learner.gather(x, d, w.order, n, stamp, load.by_posterior, p.alive, p.known)
+        return planner.repeat(p, d, n, drafts, w.batch[TAKEN])
+    stamp = w.slot[d, STAMP, w.batch[ORDER, 0]]
+    learner.gather(
+        x, d, w.batch[ORDER], n, stamp, load.by_posterior, p.floats[ALIVE], p.ints[P_KNOWN]
+    )
     for i in range(n):
-        w.judged[i] = x.remaining[d, w.order[i]]
+        w.batch[JUDGED, i] = x.slot[d, L_REMAINING, w.batch[ORDER, i]]
     plan = planner.plan(
-        p, o, c, d, n, width, drafts, kv_tokens, arrived, waiting, mixed, w.judged, w.admitted
+        p,
+        o,
+        c,
+        d,
+        n,
+        width,
+        drafts,
+        kv_tokens,
+        arrived,
+        waiting,
+        mixed,
+        w.batch[JUDGED],
+        w.batch[TAKEN],
     )
     if o.device and plan.kind == TRIM:
         _spread(w, x, p, d, n, width, plan.budget)
@@ -52,17 +88,17 @@ def _spread(w, x, p, d, n, width, budget):
     policies.rows_at_hand(w, x, p, d, n, width, True)
     most = 0
     for i in range(n):
-        p.capacity[i] = min(max(w.judged[i] - 1, 0), width)
-        most += p.capacity[i]
+        p.ints[P_CAPACITY, i] = min(max(w.batch[JUDGED, i] - 1, 0), width)
+        most += p.ints[P_CAPACITY, i]
     if most < budget:
-        p.capacity[:n] = width
-    ranking.admit(p, ranking.rank(p, n, width, 0), n, budget, w.admitted)
+        p.ints[P_CAPACITY, :n] = width
+    ranking.admit(p, ranking.rank(p, n, width, 0), n, budget, w.batch[TAKEN])
 
 
 @inner
 def _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
-    """The step's decision by the policy of `load`; windows are left in w.admitted."""
-    width, policy, out = w.row.shape[3], load.policy, w.admitted
+    """The step's decision by the policy of `load`; windows are left in w.batch[TAKEN]."""
+    width, policy, out = w.row.shape[3], load.policy, w.batch[TAKEN]
     if world.is_off(load):
         return policies.fixed(n, 0, width, False, out)
     if n == 0 or (drafts == 0 and policy != OURS):
@@ -83,32 +119,35 @@ def _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
 @inner
 def _learn(w, x, load, t, d, n, stamp):
     """Conductor.learn: outcomes first, then the rows that have arrived."""
-    learner.record_outcomes(x, d, w.order, n, stamp, w.judged, w.passed, load.learn)
-    place = (w.step[d] - load.lag) % HISTORY
+    learner.record_outcomes(
+        x, d, w.batch[ORDER], n, stamp, w.batch[JUDGED], w.batch[PASSED], load.learn
+    )
+    place = (w.rep[d, STEP] - load.lag) % HISTORY
     shown = w.row_stamp[d, place]
-    if shown == 0 or shown != w.step[d] - load.lag:
+    if shown == 0 or shown != w.rep[d, STEP] - load.lag:
         return
     count = 0
-    for i in range(n + w.counts[2]):
-        slot = w.order[i] if i < n else w.prefilled[i - n]
-        if w.row_owner[d, place, slot] != w.instance[d, slot] + 1:
+    for i in range(n + w.counts[N_PREFILLED]):
+        slot = w.batch[ORDER, i] if i < n else w.batch[PREFILLED, i - n]
+        if w.row_owner[d, place, slot] != w.slot[d, INSTANCE, slot] + 1:
             continue
-        x.row[d, slot] = w.row[d, place, slot]
-        x.row_owner[d, slot] = x.owner[d, slot]
-        x.row_stamp[d, slot] = shown
-        w.started[count] = slot
+        for k in range(w.row.shape[3]):
+            x.row[d, slot, k] = w.row[d, place, slot, k]
+        x.slot[d, L_ROW_OWNER, slot] = x.slot[d, L_OWNER, slot]
+        x.slot[d, L_ROW_STAMP, slot] = shown
+        w.batch[STARTED, count] = slot
         count += 1
-    learner.pair(x, d, w.started, count, load.learn)
+    learner.pair(x, d, w.batch[STARTED], count, load.learn)
 
 
 @inner
 def _add(w, x, load, t, d):
     """Conductor.scheduled: newcomers enter the request table."""
-    for i in range(w.counts[0]):
-        slot = w.started[i]
-        j = w.instance[d, slot]
+    for i in range(w.counts[N_STARTED]):
+        slot = w.batch[STARTED, i]
+        j = w.slot[d, INSTANCE, slot]
         r = load.trace[j]
-        learner.add(x, d, slot, load.owner[j], t.sampled[r], t.limit[r])
+        learner.add(x, d, slot, load.owner[j], t.request[R_SAMPLED, r], t.request[R_LIMIT, r])
 
 
 def _entries(stamp: int):
@@ -131,7 +170,7 @@ def _entries(stamp: int):
             if d < 0:
                 return steps
             n, drafts, kv_tokens, mixed = world.begin(w, load, d)
-            made_by = w.stamp[d, w.order[0]] if n else 0
+            made_by = w.slot[d, STAMP, w.batch[ORDER, 0]] if n else 0
             plan = _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed)
             world.schedule(w, load, t, d, n)
             _add(w, x, load, t, d)
@@ -159,10 +198,12 @@ def _entries(stamp: int):
     def schedule(w: World, load: Load, t: Requests, d: int, n: int) -> int:
         if stamp >= 0:
             world.schedule(w, load, t, d, n)
-        return w.counts[0]
+        return w.counts[N_STARTED]
 
     @entry
-    def complete(w: World, load: Load, t: Requests, c: Costs, d: int, n: int, plan: int, next_: bool):
+    def complete(
+        w: World, load: Load, t: Requests, c: Costs, d: int, n: int, plan: int, next_: bool
+    ):
         if stamp < 0:
             return 0.0
         return world.complete(w, load, t, c, d, n, plan, next_)
@@ -171,7 +212,7 @@ def _entries(stamp: int):
     def start(w: World, load: Load) -> int:
         if stamp >= 0:
             world.start(w, load)
-        return w.issued[0]
+        return w.counts[ISSUED]
 
     @entry
     def decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
@@ -183,7 +224,7 @@ def _entries(stamp: int):
     def add(w: World, x: Learner, load: Load, t: Requests, d: int) -> int:
         if stamp >= 0:
             _add(w, x, load, t, d)
-        return w.counts[0]
+        return w.counts[N_STARTED]
 
     @entry
     def learn(w: World, x: Learner, load: Load, t: Requests, d: int, n: int, made_by: int) -> int:

@@ -10,17 +10,31 @@ import numpy as np
 from vllm_dspark.planning import budget as budgets
 from vllm_dspark.planning import drain, hysteresis, planner
 from vllm_dspark.planning.plan import Reason
-from vllm_dspark.simulation.core.costs import between, cell, draft_ms, rounded, uniform_ms
+from vllm_dspark.simulation.core.costs import (
+    between,
+    cell,
+    draft_ms,
+    place,
+    rounded,
+    uniform_ms,
+)
 from vllm_dspark.simulation.core.jit import inner
 from vllm_dspark.simulation.core.ranking import admit, gain, rank, survive, total_gain
 from vllm_dspark.simulation.core.state import (
+    ALIVE,
     KIND,
     LARGEST,
     LAST_REASON,
     LAST_SIZE,
     NATIVE,
     NATIVE_STREAK,
+    NUM_SIZES,
+    P_CAPACITY,
+    P_FULL,
+    P_KEPT,
+    P_KNOWN,
     PROBING,
+    RAGGED,
     SINCE_DRAFT,
     SKIP,
     STREAK,
@@ -96,7 +110,7 @@ def plan(
     remaining,  # [n] tokens left at most
     out,  # [n] drafts admitted
 ):
-    """Planner.plan on what `gather` left in p.alive and p.known."""
+    """Planner.plan on what `gather` left in p.floats[ALIVE] and p.ints[P_KNOWN]."""
     drains = draining(p, d, n, arrived, waiting)
     decision = _decide(p, o, c, d, n, width, drafts, kv_tokens, drains, mixed, remaining, out)
     s = p.state[d]
@@ -116,14 +130,14 @@ def _decide(p, o, c, d, n, width, drafts, kv_tokens, drains, mixed, remaining, o
         if s[UNJUDGED] >= o.probe_interval:
             _reset(s)
         return _native(s, n, drafts, _MIXED, 0.0, 0.0, out)
-    if not p.known[:n].any():
+    if not p.ints[P_KNOWN, :n].any():
         s[UNJUDGED] += 1
         _reset(s)
         return _native(s, n, drafts, _UNKNOWN, 0.0, 0.0, out)
     s[UNJUDGED] = 0
-    survive(p.alive, n, width)
+    survive(p.floats[ALIVE], n, width)
     for i in range(n):
-        p.capacity[i] = min(max(remaining[i] - 1, 0), width)
+        p.ints[P_CAPACITY, i] = min(max(remaining[i] - 1, 0), width)
     r = rank(p, n, width, o.floor)
     drafted = c.overhead_ms + draft_ms(c, n)
     native_size, native = uniform_ms(c, True, kv_tokens, n + n * width)
@@ -161,27 +175,26 @@ def _decide(p, o, c, d, n, width, drafts, kv_tokens, drains, mixed, remaining, o
 @inner
 def best_ragged(p: Planner, r: Ranked, c: Costs, base: int, kv_tokens: int, fixed_ms: float):
     """budget.best_ragged: (budget, padded size, ms, tokens) of the highest goodput."""
-    grid = c.ragged
-    kv = rounded(grid, kv_tokens)
+    sizes, kv = c.sizes[RAGGED], rounded(c, RAGGED, kv_tokens)
     best, best_goodput = _NOTHING, 0.0
     tokens, before = base + r.forced, r.least
     if c.padded:
-        first = np.searchsorted(grid.sizes, base + r.least)
-        last = min(np.searchsorted(grid.sizes, base + r.most), grid.sizes.size - 1)
+        first = place(c, RAGGED, base + r.least)
+        last = min(place(c, RAGGED, base + r.most), c.shape[RAGGED, NUM_SIZES] - 1)
         for j in range(first, last + 1):
-            budget = min(grid.sizes[j] - base, r.most)
+            budget = min(sizes[j] - base, r.most)
             tokens += gain(p, r, before, budget)
             before = budget
-            ms = cell(grid, kv, j) + fixed_ms
+            ms = cell(c, RAGGED, kv, j) + fixed_ms
             if tokens / ms > best_goodput:
-                best, best_goodput = (budget, grid.sizes[j], ms, tokens), tokens / ms
+                best, best_goodput = (budget, sizes[j], ms, tokens), tokens / ms
         return best
     stride = max(1, (r.most - r.least) // _NUM_CANDIDATES)
     budget = r.least
     while True:
         tokens += gain(p, r, before, budget)
         before = budget
-        ms = between(grid, kv, base + budget, True) + fixed_ms
+        ms = between(c, RAGGED, kv, base + budget, True) + fixed_ms
         if tokens / ms > best_goodput:
             best, best_goodput = (budget, base + budget, ms, tokens), tokens / ms
         if budget == r.most:
@@ -250,14 +263,14 @@ def _pause(p, r, o, c, s, n, width, drafts, kv_tokens, single, out):
 def _probe(p, r, c, n, width, kv_tokens, fixed_ms):
     """Planner._probe: the drafts that fill the first size with room for K of them."""
     wanted = n + max(r.least, min(width, r.most))
-    kv = rounded(c.ragged, kv_tokens)
+    kv = rounded(c, RAGGED, kv_tokens)
     if c.padded:
-        j = np.searchsorted(c.ragged.sizes, wanted)
-        if j == c.ragged.sizes.size:
+        j = place(c, RAGGED, wanted)
+        if j == c.shape[RAGGED, NUM_SIZES]:
             return _NOTHING
-        padded, ms = c.ragged.sizes[j], cell(c.ragged, kv, j)
+        padded, ms = c.sizes[RAGGED, j], cell(c, RAGGED, kv, j)
     else:
-        padded, ms = wanted, between(c.ragged, kv, wanted, False)
+        padded, ms = wanted, between(c, RAGGED, kv, wanted, False)
     budget = min(padded, n + r.most) - n
     return budget, padded, ms + fixed_ms, n + r.forced + gain(p, r, r.least, budget)
 
@@ -269,16 +282,16 @@ def _delays(p, r, c, n, width, native, trim, remaining) -> bool:
     size, ms = uniform_ms(c, True, 0, width + 1)
     if size >= 0:
         tail += ms
-    admit(p, r, n, r.most, p.full)
-    admit(p, r, n, trim[0], p.kept)
+    admit(p, r, n, r.most, p.ints[P_FULL])
+    admit(p, r, n, trim[0], p.ints[P_KEPT])
     most = 0.0
     for i in range(n):
-        most = max(most, remaining[i] / _expected(p, n, i, p.full[i]))
+        most = max(most, remaining[i] / _expected(p, n, i, p.ints[P_FULL, i]))
     delay = -np.inf
     for i in range(n):
-        full = _expected(p, n, i, p.full[i])
+        full = _expected(p, n, i, p.ints[P_FULL, i])
         if remaining[i] / full >= _CRITICAL * most:
-            delay = max(delay, (full - _expected(p, n, i, p.kept[i])) / full)
+            delay = max(delay, (full - _expected(p, n, i, p.ints[P_KEPT, i])) / full)
     return native - trim[2] <= delay * tail
 
 
@@ -287,7 +300,7 @@ def _expected(p, n, i, drafts) -> float:
     """Tokens that request i gets from a window of `drafts`."""
     total = np.float32(0.0)
     for k in range(drafts):
-        total = np.float32(total + p.alive[k * n + i])
+        total = np.float32(total + p.floats[ALIVE, k * n + i])
     return 1.0 + np.float64(total)
 
 

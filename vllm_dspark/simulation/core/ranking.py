@@ -3,7 +3,15 @@
 import numpy as np
 
 from vllm_dspark.simulation.core.jit import inner
-from vllm_dspark.simulation.core.state import Planner, Ranked
+from vllm_dspark.simulation.core.state import (
+    ALIVE,
+    ASCENDING,
+    KEYS,
+    P_CAPACITY,
+    P_FLOOR,
+    Planner,
+    Ranked,
+)
 
 _FORCED = np.float32(2.0)
 _BARRED = np.float32(-1.0)
@@ -18,24 +26,26 @@ def survive(values, num_requests: int, width: int):
 
 @inner
 def rank(p: Planner, num_requests: int, width: int, floor: int) -> Ranked:
-    """Rank p.alive under p.capacity, every request keeping `floor` drafts: allocation.rank."""
+    """Rank the survivals under the capacities, every request keeping `floor` drafts."""
     n, least, most, forced = num_requests, 0, 0, 0.0
+    alive, keys, ascending = p.floats[ALIVE], p.floats[KEYS], p.floats[ASCENDING]
+    capacities, floors = p.ints[P_CAPACITY], p.ints[P_FLOOR]
     for i in range(n):
-        p.floor[i] = min(p.capacity[i], floor)
-        least += p.floor[i]
-        most += p.capacity[i]
+        floors[i] = min(capacities[i], floor)
+        least += floors[i]
+        most += capacities[i]
     for k in range(width):
         for i in range(n):
-            key = p.alive[k * n + i]
-            if k < p.floor[i]:
+            key = alive[k * n + i]
+            if k < floors[i]:
                 forced += key
                 key = _FORCED
-            elif k >= p.capacity[i]:
+            elif k >= capacities[i]:
                 key = _BARRED
-            p.keys[k * n + i] = key
+            keys[k * n + i] = key
     size = n * width
-    p.ascending[:size] = p.keys[:size]
-    p.ascending[:size].sort()
+    ascending[:size] = keys[:size]
+    ascending[:size].sort()
     return Ranked(least, most, forced, size)
 
 
@@ -44,7 +54,7 @@ def gain(p: Planner, r: Ranked, start: int, stop: int) -> float:
     """Summed survival of the ranks start <= rank < stop."""
     total = 0.0
     for j in range(r.size - stop, r.size - start):
-        total += p.ascending[j]
+        total += p.floats[ASCENDING, j]
     return total
 
 
@@ -61,15 +71,16 @@ def admit(p: Planner, r: Ranked, num_requests: int, budget: int, out):
     out[:n] = 0
     if budget == 0:
         return
-    threshold = p.ascending[r.size - budget]
+    keys, threshold = p.floats[KEYS], p.floats[ASCENDING, r.size - budget]
     admitted = 0
-    for j in range(r.size):
-        if p.keys[j] >= threshold:
-            out[j % n] += 1
-            admitted += 1
+    for k in range(r.size // n):
+        for i in range(n):
+            if keys[k * n + i] >= threshold:
+                out[i] += 1
+                admitted += 1
     j = r.size - 1
     while admitted > budget:  # ties at the threshold: the last of them stay out
-        if p.keys[j] == threshold:
+        if keys[j] == threshold:
             out[j % n] -= 1
             admitted -= 1
         j -= 1

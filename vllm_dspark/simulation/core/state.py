@@ -1,7 +1,8 @@
 """Everything a simulation knows, as named tuples of arrays that compiled code changes in place.
 
 Axes: D engine replicas, S slots of a replica, K draft positions, N request instances (a trace
-request may be played several times), R requests and P steps of the trace.
+request may be played several times), R requests and P steps of the trace. Columns of like kind
+share an array, because every array of a tuple costs compile time in every function it passes.
 """
 
 from typing import Any, NamedTuple
@@ -13,16 +14,51 @@ OFF, FIXED, ARGMAX, THRESHOLD, EARLY_STOP, OURS = range(6)
 # Kinds of plan, in the order of planning's PlanKind.
 NATIVE, TRIM, SKIP, PLUGIN_OFF = range(4)
 
-# Columns of Planner.state.
-KIND, WANTED, STREAK, LARGEST, SINCE_DRAFT, PROBING, NATIVE_STREAK, UNJUDGED = range(8)
-LAST_SIZE, LAST_REASON = 8, 9
-NUM_PLANNER_STATES = 10
+# Grids of Costs. The fallbacks serve where the largest full graph is too small; MIXED steps have
+# prefill rows.
+RAGGED, UNIFORM, SINGLE, UNIFORM_FALLBACK, SINGLE_FALLBACK, MIXED = range(6)
+NUM_GRIDS = 6
+# Columns of Costs.shape.
+NUM_SIZES, NUM_NODES, QUANTUM = range(3)
 
-# Columns of Learner.scalars.
-UNTIL_REFRESH, SHRINKAGE, BETWEEN, WITHIN, OBSERVED, PAIRINGS = range(6)
-NUM_LEARNER_SCALARS = 6
-
-# Columns of World.totals.
+# Rows of World.slot.
+(
+    RUNNING,  # slots in order of admission
+    FREE,
+    INSTANCE,
+    EMITTED,  # output tokens
+    CONTEXT,  # computed tokens
+    PREFILL_LEFT,
+    STAMP,  # pass that made the drafts at hand, 0: none
+    RECORD,  # trace step that the drafts at hand stand for
+) = range(8)
+# Columns of World.rep.
+(
+    NUM_RUNNING,
+    NUM_FREE,
+    QUEUE_HEAD,
+    QUEUE_TAIL,
+    QUEUE_SIZE,
+    OUTSTANDING,
+    ARRIVED,  # admitted since the previous plan
+    STEP,
+) = range(8)
+# Rows of World.batch: the step's decode requests, and what became of them.
+(
+    ORDER,  # slots
+    NUM_DRAFTS,
+    TAKEN,  # drafts admitted
+    JUDGED,  # of them, those not behind the end of the request
+    PASSED,  # accepted drafts that became output
+    STARTED,  # slots admitted in this step
+    FINISHED,  # slots that ended in this step
+    PREFILLED,  # slots whose prompt ends in this step
+) = range(8)
+# Rows of World.times, ms.
+ARRIVE_MS, FIRST_MS, DONE_MS = range(3)
+# World.counts: of this step, then instances that have arrived and ended.
+N_STARTED, N_FINISHED, N_PREFILLED, PREFILL_ROWS, ISSUED, DONE = range(6)
+# World.totals.
 (
     STEPS,
     ROWS,  # verification rows: requests, step by step
@@ -38,35 +74,56 @@ NUM_LEARNER_SCALARS = 6
     STEADY_MS,  # until no further request came
     STEADY_TOKENS,
     IDLE_MS,
-) = range(14)
-NUM_TOTALS = 14
+    BUCKET_MS,  # width of a timeline bucket
+) = range(15)
+NUM_TOTALS = 15
+
+# Rows of Learner.slot.
+(
+    L_OWNER,
+    L_ROW_OWNER,
+    L_ROW_STAMP,
+    L_OUTCOME,
+    L_ADMITTED,
+    L_ACCEPTED,
+    L_REMAINING,
+    L_SAMPLED,
+) = range(8)
+# Rows of Learner.own, of Learner.shared (P_SUMS: three), .histogram, .temper.
+RESIDUAL, TRIALS = range(2)
+P_TRIALS, P_ACCEPTED, P_OFFSET, P_START, P_SUMS = range(5)
+NUM_SHARED = 7
+SEEN, HITS = range(2)
+SLOPE, BIAS = range(2)
+# Columns of Learner.scalars (CAP_UNTIL: two).
+UNTIL_REFRESH, SHRINKAGE, BETWEEN, WITHIN, OBSERVED, PAIRINGS, IDENTITY, CAP_UNTIL = range(8)
+NUM_LEARNER_SCALARS = 9
+
+# Columns of Planner.state.
+KIND, WANTED, STREAK, LARGEST, SINCE_DRAFT, PROBING, NATIVE_STREAK, UNJUDGED = range(8)
+LAST_SIZE, LAST_REASON = 8, 9
+NUM_PLANNER_STATES = 10
+# Rows of Planner.floats and Planner.ints.
+ALIVE, KEYS, ASCENDING = range(3)
+P_CAPACITY, P_FLOOR, P_FULL, P_KEPT, P_KNOWN = range(5)
+
+# Rows of Requests.step and Requests.request.
+S_POSITION, S_ACCEPTED, S_LAST = range(3)
+R_FIRST, R_PROMPT, R_OUTPUT, R_LIMIT, R_SAMPLED = range(5)
 
 BUCKETS = 1024  # of the influence cap
 HISTORY = 4  # draft passes whose rows are kept, so the largest lag is 3
 TIMELINE = 256  # buckets over time; they double in width when they run out
 
 
-class Grid(NamedTuple):
-    """One grid of the cost table; `exists` is 0 for a placeholder."""
-
-    sizes: Array  # [sizes] int64
-    kv: Array  # [nodes] int64
-    cells: Array  # [nodes, sizes] float64, not falling along sizes
-    quantum: int
-    exists: int
-
-
 class Costs(NamedTuple):
     """The cost table as planner and world price steps with it."""
 
-    ragged: Grid
-    native: Grid
-    single: Grid
-    native_fallback: Grid  # where the largest full graph is too small
-    single_fallback: Grid
-    mixed: Grid  # steps with prefill rows; a placeholder continues `ragged`
-    draft_sizes: Array  # int64
-    draft_ms: Array  # float64
+    shape: Array  # [NUM_GRIDS, 3] int64; no sizes: the grid is not there
+    sizes: Array  # [NUM_GRIDS, sizes] int64
+    kv: Array  # [NUM_GRIDS, nodes] int64
+    cells: Array  # [NUM_GRIDS, nodes, sizes] float64, not falling along sizes
+    draft: Array  # [2, request counts] float64: counts, ms
     overhead_ms: float
     allocation_ms: float
     padded: int
@@ -88,15 +145,9 @@ class Options(NamedTuple):
 class Requests(NamedTuple):
     """The trace: steps of all requests behind one another, by output position."""
 
-    first: Array  # [R + 1] int64 first step of each request
-    position: Array  # [P] int32 tokens emitted before the step
+    step: Array  # [3, P] int64: tokens emitted before, drafts accepted of all, last of its request
     confidence: Array  # [P, K] float32
-    accepted: Array  # [P] int32 drafts that would be accepted if all were verified
-    last: Array  # [P] bool, the last step of its request
-    prompt: Array  # [R] int32
-    output: Array  # [R] int32 tokens
-    limit: Array  # [R] int32 max_tokens
-    sampled: Array  # [R] bool
+    request: Array  # [5, R] int64: first step, prompt, output and largest output, sampled
 
 
 class Load(NamedTuple):
@@ -119,37 +170,12 @@ class World(NamedTuple):
     """The replicas and their requests."""
 
     clock: Array  # [D] float64 ms
-    step: Array  # [D] int64
-    running: Array  # [D, S] int64 slots in order of admission
-    num_running: Array  # [D] int64
-    free: Array  # [D, S] int64
-    num_free: Array  # [D] int64
-    instance: Array  # [D, S] int64
-    emitted: Array  # [D, S] int64 output tokens
-    context: Array  # [D, S] int64 computed tokens
-    prefill_left: Array  # [D, S] int64
-    stamp: Array  # [D, S] int64 pass that made the drafts at hand, 0: none
-    record: Array  # [D, S] int64 trace step that the drafts at hand stand for
+    rep: Array  # [D, 8] int64
+    slot: Array  # [D, 8, S] int64
+    batch: Array  # [8, S] int64
+    counts: Array  # [6] int64
     queue_next: Array  # [N] int64
-    queue_head: Array  # [D] int64
-    queue_tail: Array  # [D] int64
-    queue_size: Array  # [D] int64
-    outstanding: Array  # [D] int64
-    issued: Array  # [1] int64 instances that have arrived
-    done: Array  # [1] int64
-    arrived: Array  # [D] int64 admitted since the previous plan
-    arrive_ms: Array  # [N] float64
-    first_ms: Array  # [N] float64 first token
-    done_ms: Array  # [N] float64
-    order: Array  # [S] int64 slots of the step's decode requests
-    num_drafts: Array  # [S] int64
-    admitted: Array  # [S] int64
-    judged: Array  # [S] int64 admitted, without drafts behind the end of the request
-    passed: Array  # [S] int64 accepted drafts that became output
-    started: Array  # [S] int64 slots admitted in this step
-    finished: Array  # [S] int64 slots that ended in this step
-    prefilled: Array  # [S] int64 slots whose prompt ends in this step
-    counts: Array  # [4] int64: started, finished, prefilled, prefill rows
+    times: Array  # [3, N] float64
     row: Array  # [D, HISTORY, S, K] float32 confidences by draft pass
     row_owner: Array  # [D, HISTORY, S] int64
     row_stamp: Array  # [D, HISTORY] int64
@@ -157,54 +183,30 @@ class World(NamedTuple):
     windows: Array  # [K + 2] int64 rows by window
     kinds: Array  # [4, reasons] int64 steps
     timeline: Array  # [TIMELINE, 4] float64: steps, tokens, rows, windows
-    bucket_ms: Array  # [1] float64
 
 
 class Learner(NamedTuple):
     """RequestTable, AcceptancePosterior and OnlineCalibration of each replica."""
 
-    owner: Array  # [D, S] int64
-    row_owner: Array  # [D, S] int64
-    row_stamp: Array  # [D, S] int64
+    slot: Array  # [D, 8, S] int64
+    own: Array  # [D, 2, S] float32
     row: Array  # [D, S, K] float32
-    outcome_stamp: Array  # [D, S] int64
-    admitted: Array  # [D, S] int64
-    accepted: Array  # [D, S] int64
-    remaining: Array  # [D, S] int64
-    sampled: Array  # [D, S] bool
-    residual: Array  # [D, S] float32
-    trials: Array  # [D, S] float32
-    prior_trials: Array  # [D, 2, K] float64
-    prior_accepted: Array  # [D, 2, K] float64
+    shared: Array  # [D, NUM_SHARED, 2, K] float64
+    histogram: Array  # [D, 2, 2, K + 1] float64
     prior: Array  # [D, 2, K] float32
     expected: Array  # [D, 2, K + 1] float32
-    seen: Array  # [D, 2, K + 1] float64
-    hits: Array  # [D, 2, K + 1] float64
+    temper: Array  # [D, 2, 2, K] float32: -1 / temperature, -offset
     scalars: Array  # [D, NUM_LEARNER_SCALARS] float64
     cap_rows: Array  # [D, 2, BUCKETS] float64: of the posterior, of the calibration
     cap_weight: Array  # [D, 2, BUCKETS] float32
-    cap_until: Array  # [D, 2] int64
-    slope: Array  # [2, K] float32, -1 / temperature
-    bias: Array  # [D, 2, K] float32, -offset
-    offset: Array  # [D, 2, K] float64
-    start: Array  # [2, K] float64 offsets to begin with
-    sums: Array  # [D, 3, 2, K] float64: trials, residual, curvature
-    identity: Array  # [D] bool
 
 
 class Planner(NamedTuple):
     """Planner state of each replica and working space of a step."""
 
     state: Array  # [D, NUM_PLANNER_STATES] int64
-    alive: Array  # [K * S] float32, position-major
-    keys: Array  # [K * S] float32
-    ascending: Array  # [K * S] float32
-    capacity: Array  # [S] int64
-    floor: Array  # [S] int64
-    full: Array  # [S] int64
-    kept: Array  # [S] int64
-    times: Array  # [sizes] float64
-    known: Array  # [S] bool
+    floats: Array  # [3, K * S] float32, position-major
+    ints: Array  # [5, S] int64
 
 
 class Ranked(NamedTuple):
