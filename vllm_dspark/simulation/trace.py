@@ -54,21 +54,20 @@ class Trace:
             raise TraceError(f"trace refused: {problem}; record it again")
 
     def _problem(self) -> str:
+        """What is wrong with the arrays; empty if nothing is."""
         steps, requests = len(self.position), len(self.prompt)
         if not requests or not steps:
             return "it holds no request with a verified draft"
         if self.confidence.shape[:1] != (steps,) or self.confidence.ndim != 2:
             return f"confidences of shape {self.confidence.shape} for {steps} steps"
-        if len(self.first) != requests + 1 or self.first[0] != 0 or self.first[-1] != steps:
+        first, width = self.first, self.confidence.shape[1]
+        indexed = len(first) == requests + 1 and first[0] == 0 and first[-1] == steps
+        if not indexed or (np.diff(first) < 1).any():
             return "its index of steps does not fit its requests"
-        if (np.diff(self.first) < 1).any():
-            return "a request has no step"
-        width = self.confidence.shape[1]
         if self.accepted.min() < 0 or self.accepted.max() > width:
             return f"an accepted count lies outside 0..{width}"
-        if min(self.output.min(), self.limit.min(), self.prompt.min()) < 1:
-            return "a length is below 1"
-        return ""
+        lengths = (self.output, self.limit, self.prompt)
+        return "a length is below 1" if min(int(a.min()) for a in lengths) < 1 else ""
 
     @property
     def width(self) -> int:

@@ -63,6 +63,7 @@ def _all_reduce(subject: Subject, tokens: int) -> Iterator[Finding]:
     if ranks < 2 or not isinstance(hidden, int):
         return
     size = tokens * hidden * 2
+    fitting = max(_ALL_REDUCE_BYTES // (2 * hidden) * subject.max_num_seqs // tokens, 1)
     if size > _ALL_REDUCE_BYTES:
         yield Finding(
             "all_reduce",
@@ -70,7 +71,7 @@ def _all_reduce(subject: Subject, tokens: int) -> Iterator[Finding]:
             f"a full step all-reduces {size >> 20} MiB over {ranks} ranks",
             "more than fused all-reduce buffers hold (64 MiB); large K times batch was reported to "
             "overrun them on MNNVL",
-            f"--max-num-seqs {max(_ALL_REDUCE_BYTES // (2 * hidden) * subject.max_num_seqs // tokens, 1)}",
+            f"--max-num-seqs {fitting}",
         )
 
 

@@ -30,9 +30,7 @@ REPORTS: tuple[ReportRow, ...] = (
         "DSpark paths missing where code tests for method dflash only",
         "a defect of code, not of settings; the engine tests run the method by its name",
     ),
-    _seen(
-        "acceptance collapses, then a hang on drain, with adaptive verification", "stock_adaptive"
-    ),
+    _seen("acceptance collapses, then a hang on drain, adaptive verification", "stock_adaptive"),
     _seen("tensor-parallel ranks diverge and hang: budgets made by each rank", "stock_adaptive"),
     _not(
         "one tenant's altered target distribution is learned as acceptance",
@@ -52,9 +50,7 @@ REPORTS: tuple[ReportRow, ...] = (
     _seen("bf16 drafter beside a quantised target does not load", "draft_quantization"),
     _seen("DSparkDraftModel taken for DeepSeek-V4's class (hc_mult)", "drafter_config"),
     _seen("confidence head in the file, not in the config, or the reverse", "drafter_tensors"),
-    _seen(
-        "adaptive verification works without a head: its weights were dropped", "no_confidence_head"
-    ),
+    _seen("adaptive verification without a head: its weights were dropped", "no_confidence_head"),
     _seen("block beyond max_model_len, hang near the limit", "context_end"),
     _seen("positions beyond the drafter's rotary table", "drafter_context"),
     _seen("max_num_scheduled_tokens below zero", "token_budget"),
