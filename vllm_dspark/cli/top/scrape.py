@@ -75,8 +75,7 @@ def fetch(url: str, timeout_s: float = 5.0) -> str:
             body: bytes = answer.read()
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
         raise ScrapeError(
-            f"{url} does not answer: {getattr(error, 'reason', None) or error}; is the server up, "
-            "and is this its address?"
+            f"{url} does not answer: {error}; is the server up, and is this its address?"
         ) from error
     return body.decode("utf-8", errors="replace")
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from rich import box
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -26,8 +27,8 @@ def _panel(e: EngineFigures) -> Panel:
     table.add_column()
     for name, text in _lines(e):
         table.add_row(name, text)
-    columns = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    columns.add_row(table, _windows(e), _positions(e))
+    parts = [part for part in (table, _windows(e), _positions(e)) if part is not None]
+    columns = Columns(parts, padding=(0, 2))  # side by side where the terminal is wide enough
     state = "plugin absent" if e.scheduling is None else "scheduling"
     if e.scheduling is False:
         state = f"full windows: {e.off_reason or 'scheduling is off'}"
@@ -79,18 +80,18 @@ def _listed(shares: dict[str, float]) -> str:
     return ", ".join(parts) or "-"
 
 
-def _windows(e: EngineFigures) -> RenderableType:
+def _windows(e: EngineFigures) -> Table | None:
     table = Table(box=None, padding=(0, 1, 0, 0))
     for title in ("window", "rows", ""):
         table.add_column(title, justify="right" if title else "left")
     for window, share in e.windows.items():
         table.add_row(str(window), f"{share:.0%}", "█" * round(share * _BAR))
-    return table if e.windows else Text("")
+    return table if e.windows else None
 
 
-def _positions(e: EngineFigures) -> RenderableType:
+def _positions(e: EngineFigures) -> Table | None:
     if not e.acceptance:
-        return Text("")
+        return None
     table = Table(box=None, padding=(0, 1, 0, 0))
     for title in ("draft", "accepted", "ECE"):
         table.add_column(title, justify="right")
