@@ -177,56 +177,44 @@ def save_trace(path: Path | None, trace: Trace) -> None:
 
 
 def print_record(record: SimulationRecord, console: Console) -> None:
-    """One table; the fastest of equal load, K and machine is marked."""
+    """A table per load and machine; the fastest row of each is marked."""
     console.print(f"trace: {record.trace}\ncost table: {record.cost_table}", highlight=False)
-    best: dict[tuple[object, ...], float] = {}
+    several = len({cell.min_gain for cell in record.cells}) > 1
+    groups: dict[tuple[str, str, int], list[CellResult]] = {}
     for cell in record.cells:
-        key = _rival(cell)
-        best[key] = max(best.get(key, 0.0), cell.tokens_per_s)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    several_gains = len({c.min_gain for c in record.cells}) > 1
-    machines = any(c.machine or c.replicas > 1 for c in record.cells)
-    for title in _titles(machines, several_gains):
-        words = title in ("load", "policy", "machine")
-        table.add_column(title, justify="left" if words else "right")
-    for cell in record.cells:
-        fastest = cell.tokens_per_s >= best[_rival(cell)]
-        table.add_row(*_row(cell, machines, several_gains), style="bold" if fastest else None)
-    console.print(table)
+        groups.setdefault((cell.arrivals, cell.machine, cell.replicas), []).append(cell)
+    for (load, machine, replicas), cells_of in groups.items():
+        title = load + (f", {replicas} engines" if replicas > 1 else "")
+        console.print(_table(title + (f", {machine}" if machine else ""), cells_of, several))
     unfinished = [c for c in record.cells if c.completed < c.requests]
     if unfinished:
         console.print(f"{len(unfinished)} runs ended at the step limit, before their requests did")
 
 
-def _rival(cell: CellResult) -> tuple[object, ...]:
-    return cell.arrivals, cell.machine, cell.replicas
+_TITLES = ("policy", "K", "tokens/s", "AL", "window", "step ms", "TPOT ms", "TTFT ms", "p99 s")
 
 
-def _titles(machines: bool, gains: bool) -> list[str]:
-    titles = ["load", "policy", "K", "tokens/s", "AL", "window", "step ms", "TPOT ms", "TTFT ms"]
-    titles += ["p99 s", "drafts"]
-    if machines:
-        titles.insert(0, "machine")
-    if gains:
-        titles.insert(titles.index("K") + 1, "gain")
-    return titles
-
-
-def _row(cell: CellResult, machines: bool, gains: bool) -> list[str]:
-    row = [cell.arrivals, cell.policy, str(cell.width)]
-    if gains:
-        row.append(f"{cell.min_gain:g}" if cell.policy == "ours" else "")
-    row += [
-        f"{cell.tokens_per_s:.1f}",
-        f"{cell.accepted_length:.2f}",
-        f"{cell.mean_window:.2f}",
-        f"{cell.step_ms:.2f}",
-        f"{cell.tpot_ms.p50:.2f}",
-        f"{cell.ttft_ms.p50:.1f}",
-        f"{cell.latency_ms.p99 / 1e3:.2f}",
-        f"{cell.draft_share:.0%}",
-    ]
-    if machines:
-        count = f"{cell.replicas} x " if cell.replicas > 1 else ""
-        row.insert(0, count + (cell.machine or "measured"))
-    return row
+def _table(title: str, rows: Sequence[CellResult], several_gains: bool) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left"
+    )
+    for name in (*_TITLES, "drafts"):
+        justify = "left" if name == "policy" else "right"
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    best = max(cell.tokens_per_s for cell in rows)
+    for cell in rows:
+        gain = f", gain {cell.min_gain:g}" if several_gains and cell.policy == "ours" else ""
+        table.add_row(
+            cell.policy + gain,
+            str(cell.width),
+            f"{cell.tokens_per_s:.1f}",
+            f"{cell.accepted_length:.2f}",
+            f"{cell.mean_window:.2f}",
+            f"{cell.step_ms:.2f}",
+            f"{cell.tpot_ms.p50:.2f}",
+            f"{cell.ttft_ms.p50:.1f}",
+            f"{cell.latency_ms.p99 / 1e3:.2f}",
+            f"{cell.draft_share:.0%}",
+            style="bold" if cell.tokens_per_s >= best else None,
+        )
+    return table
