@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_dspark.cli.result_figures import Figure, bench_figures, simulation_figures
 from vllm_dspark.errors import InputError
 from vllm_dspark.planning.reliability import Bin, ClassFit
-
-Figure = dict[str, Any]
 
 # What a series of each kind must hold, as lists of equal length.
 _SERIES = {
@@ -147,6 +146,12 @@ def figures_of(obj: Mapping[str, Any], where: str) -> list[Figure]:
         figures = cost_figures(obj)
     elif obj.get("kind") == "calibration":
         figures = recorded_figures(obj)
+    elif obj.get("kind") == "simulation" or isinstance(obj.get("rows"), list):
+        build = simulation_figures if obj.get("kind") == "simulation" else bench_figures
+        try:
+            figures = build(obj)
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise InputError(f"{where} is no result of simulate or bench: {error!r}") from error
     else:
         raise InputError(
             f'{where} holds no "figures" and is no cost table or calibration; give the --json '
