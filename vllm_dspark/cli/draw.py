@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_dspark.artifacts.schema import now
-from vllm_dspark.cli.figures import Figure
+from vllm_dspark.cli.result_figures import Figure
 from vllm_dspark.errors import InputError
 
 INSTALL_HINT = "drawing needs matplotlib: pip install 'vllm-dspark[plot]'"
@@ -144,8 +144,16 @@ def _draw(axes: Any, figure: Figure) -> None:
         if "goal" in figure:
             axes.axhline(figure["goal"], color="grey", linestyle=":", label="goal")
         axes.set_ylim(bottom=0)
+        if kind == "cost_curve" and _spans_ladder(figure["series"]):
+            axes.set_xscale("log", base=2)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
+
+
+def _spans_ladder(series: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether sizes range so far that a linear axis would crowd the small ones."""
+    sizes = [x for item in series for x in item["x"] if x > 0]
+    return bool(sizes) and max(sizes) >= 32 * min(sizes)
 
 
 def _line(axes: Any, kind: str, series: Mapping[str, Any]) -> None:
