@@ -60,7 +60,7 @@ class FakeProfile:
                 "forward_ms": (10.0 + cell["num_tokens"] + cell["kv_tokens"] / 256) * factor,
                 "draft_ms": (2.0 + cell["num_requests"]) * factor,
             }
-            samples.append({**cell, "mode": "eager", "shape": "ragged", **times})
+            samples.append({**cell, **times})
         return {"samples": samples, "replica": f"here:{os.getpid()}"}
 
     def save(self, record):

@@ -148,7 +148,7 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> CalibrateRepor
     record = _record(calibration, fits, collected)
     facts = {
         **collected.facts,
-        "prompts": collected.num_prompts,
+        "prompts": max(len(np.unique(pairs.prompt)) for pairs in classes.values()),
         "held_out": options.held_out,
         "seed": options.seed,
         "notes": notes,

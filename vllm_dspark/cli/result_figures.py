@@ -86,7 +86,7 @@ def _breakdown(name: str, ours: Sequence[Mapping[str, Any]]) -> Figure:
 def simulation_figures(record: Mapping[str, Any]) -> list[Figure]:
     """Frontier by policy, and windows over simulated time of the first scenarios."""
     by_policy: dict[str, list[tuple[float, float, Any]]] = defaultdict(list)
-    timelines = []
+    timelines: list[dict[str, Any]] = []
     for cell in record["cells"]:
         label = " ".join(filter(None, (cell["policy"], cell.get("machine"))))
         tpot_ms = cell["tpot_ms"]["p50"]

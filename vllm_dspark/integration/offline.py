@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_dspark.config import process_environment
 from vllm_dspark.errors import DSparkError, EngineError
-from vllm_dspark.integration.carrier import options_of
+from vllm_dspark.integration.carrier import carried_by, options_of
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -106,6 +106,13 @@ class OfflineEngine:
                 "must work first"
             ) from error
         self.vllm_config = self._engine.vllm_config
+        carried = carried_by(self.vllm_config)
+        if carried is None or carried.declined:
+            self.close()
+            raise EngineError(
+                "these arguments start an engine in which the plugin has no part: name a drafter "
+                "with --speculative-config, and leave worker_cls and scheduler_cls alone"
+            )
 
     # ---- prompts
 
@@ -135,6 +142,7 @@ class OfflineEngine:
     def run(self, prompts: Iterable[TokenPrompt]) -> Iterator[tuple[str, int]]:
         """Generate for all prompts; yields (name, tokens generated) as requests finish."""
         from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         engine = self._engine
         for prompt in prompts:
@@ -149,24 +157,31 @@ class OfflineEngine:
                 ),
             )
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            try:
+                outputs = engine.step()
+            except EngineDeadError as error:
+                raise EngineError("the engine died while it generated; see its log") from error
+            for output in outputs:
                 if output.finished:
                     yield output.request_id, len(output.outputs[0].token_ids)
 
     # ---- workers
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Result of a method of ours on the output rank's worker; all ranks run it.
+        """Result of a method of integration/measuring.py on the output rank's worker.
 
-        Arguments and result travel as JSON text, which vLLM's codec passes on unchanged.
+        All ranks run it. Arguments and result travel as JSON text, which vLLM's codec passes on
+        unchanged. Raises EngineError with the worker's message.
         """
         answers = self._engine.collective_rpc(
             "dspark_call", args=(method, json.dumps(list(arguments)))
         )
         found = [json.loads(answer) for answer in answers if answer]
         if not found:
-            raise EngineError(f"no worker answered {method!r}; is worker_cls set to another class?")
-        return found[0]
+            raise EngineError(f"no worker answered {method!r}")
+        if "error" in found[0]:
+            raise EngineError(found[0]["error"])
+        return found[0]["value"]
 
     # ---- life
 
