@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -59,19 +60,28 @@ def describe_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """
     from vllm_dspark.integration.startup import describe_config
 
-    args = parse_serve_arguments(arguments)
-    try:
-        config = args.create_engine_config()
-    except DSparkError:
-        raise
-    except (RuntimeError, ValueError, OSError) as error:
-        raise EngineError(f"vLLM refuses these arguments: {error}") from error
+    with _as_engine_error():
+        config = parse_serve_arguments(arguments).create_engine_config()
     options = options_of(config)
     if options is None:
         raise EngineError(
             "these arguments start no DSpark engine; name a drafter with --speculative-config"
         )
     return describe_config(config, options)
+
+
+@contextmanager
+def _as_engine_error() -> Iterator[None]:
+    """vLLM's refusals as one error of ours; our own pass through."""
+    try:
+        yield
+    except DSparkError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        raise EngineError(
+            f"no engine with these arguments: {error}; `vllm-dspark serve` with them must work "
+            "first"
+        ) from error
 
 
 class OfflineEngine:
@@ -85,26 +95,19 @@ class OfflineEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        args = parse_serve_arguments(arguments)
-        given = dict(args.speculative_config or {})
-        given["dspark"] = {**(given.get("dspark") or {}), **options}
-        args.speculative_config = given
-        args.disable_log_stats = True
         # An engine core of its own unless told otherwise, so that it is as alone as in a server.
         own_core = process_environment().get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
-        try:
+        with _as_engine_error():
+            args = parse_serve_arguments(arguments)
+            given = dict(args.speculative_config or {})
+            given["dspark"] = {**(given.get("dspark") or {}), **options}
+            args.speculative_config = given
+            args.disable_log_stats = True
             self._engine = LLMEngine.from_engine_args(
                 args,
                 usage_context=UsageContext.OPENAI_API_SERVER,  # its default batch sizes
                 enable_multiprocessing=own_core,
             )
-        except DSparkError:
-            raise
-        except (RuntimeError, ValueError, OSError) as error:
-            raise EngineError(
-                f"the engine did not start: {error}; `vllm-dspark serve` with the same arguments "
-                "must work first"
-            ) from error
         self.vllm_config = self._engine.vllm_config
         carried = carried_by(self.vllm_config)
         if carried is None or carried.declined:
