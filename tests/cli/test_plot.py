@@ -120,7 +120,7 @@ def test_artifacts_can_be_drawn(tmp_path: Path) -> None:
     """Catches a cost table that only its command's own JSON lets one see."""
     write_record(tmp_path / "cost.json", cost_record())
     report = run_plot([tmp_path / "cost.json"], tmp_path / "a.svg", None)
-    assert set(report.figures) == {"cost_curve"}
+    assert set(report.figures) == {"cost_curve", "breakdown"}
     write_record(tmp_path / "cal.json", calibration_record())
     with pytest.raises(InputError, match="holds nothing to draw"):
         run_plot([tmp_path / "cal.json"], tmp_path / "a.svg", None)

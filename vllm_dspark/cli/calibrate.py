@@ -58,7 +58,7 @@ class CalibrateOptions:
     against: Path | None = None  # a calibration to judge beside
     output: Path | None = None
     ray: RayPlace | None = None
-    task_size: int = 16  # requests of one task of a replica
+    task_size: int = 16  # requests of one task of a replica, at least
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,9 @@ def _generate(
             # One task: the batch stays full until the last requests.
             yield replicas.replica.run(requests, lambda _: bars.advance(bar))
             return
-        tasks = [requests[i : i + task_size] for i in range(0, len(requests), task_size)]
+        # Eight tasks per replica even the load out; fewer would leave replicas idle at the end.
+        size = max(task_size, len(requests) // (8 * replicas.count))
+        tasks = [requests[i : i + size] for i in range(0, len(requests), size)]
         parts: dict[int, PairsOfTask] = {}
         for index, part in replicas.map(tasks):
             parts[index] = part

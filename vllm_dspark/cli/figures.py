@@ -68,7 +68,31 @@ def cost_figures(table: Mapping[str, Any]) -> list[Figure]:
             ],
         }
     )
-    return figures
+    breakdown = _step_breakdown(table)
+    return [*figures, breakdown] if breakdown["bars"] else figures
+
+
+def _step_breakdown(table: Mapping[str, Any]) -> Figure:
+    """Parts of a full-window step by number of requests, where both were measured."""
+    grid = next((g for g in table["grids"] if g["shape"] == "native"), table["grids"][0])
+    draft = table["draft"]
+    window = table["fingerprint"]["num_speculative_tokens"] + 1
+    target_ms = dict(zip(grid["sizes"], grid["median_ms"][0], strict=True))
+    bars = [
+        {
+            "label": f"{requests} requests",
+            "parts": {
+                "target": target_ms[requests * window],
+                "draft": draft_ms,
+                **({"allocation": table["allocation_ms"]} if table["allocation_ms"] else {}),
+                **({"other": table["overhead_ms"]} if table["overhead_ms"] else {}),
+            },
+        }
+        for requests, draft_ms in zip(draft["sizes"], draft["median_ms"][0], strict=True)
+        if requests * window in target_ms
+    ]
+    title = f"Step with full windows, {grid['kv_tokens'][0]} KV tokens"
+    return {"figure": "breakdown", "title": title, "bars": bars}
 
 
 def calibration_figures(fits: Mapping[str, ClassFit]) -> list[Figure]:
