@@ -9,6 +9,8 @@ import numpy as np
 
 from tests.artifacts.records import fingerprint
 from vllm_dspark.artifacts.pairs import Pair
+from vllm_dspark.artifacts.schema import CalibrationRecord
+from vllm_dspark.artifacts.store import ArtifactStore
 from vllm_dspark.cli.replicas import PairsOfTask
 
 K = 7
@@ -60,7 +62,7 @@ class FakeProfile:
                 "forward_ms": (10.0 + cell["num_tokens"] + cell["kv_tokens"] / 256) * factor,
                 "draft_ms": (2.0 + cell["num_requests"]) * factor,
             }
-            samples.append({**cell, "mode": "eager", "shape": "ragged", **times})
+            samples.append({**cell, **times})
         return {"samples": samples, "replica": f"here:{os.getpid()}"}
 
     def save(self, record):
@@ -121,6 +123,10 @@ class FakeCalibration:
             )
             for row in range(rows)
         ]
+
+    def save(self, record):
+        made = CalibrationRecord.model_validate_json(record)
+        return str(ArtifactStore(self.folder).save(made))
 
     def close(self):
         pass

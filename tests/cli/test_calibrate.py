@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.artifacts.records import fingerprint
 from tests.cli.replicas import FakeCalibration, K
 from vllm_dspark.artifacts.store import ArtifactStore, read_calibration, write_atomic
-from vllm_dspark.cli import calibrate
+from vllm_dspark.cli import calibrate, calibrate_view
 from vllm_dspark.cli.replicas import Request
 from vllm_dspark.errors import CalibrationError, InputError, UntrustedError
 
@@ -69,7 +69,7 @@ def test_engine_run_fits_and_keeps(console, prompts, tmp_path):
     kinds = [figure["figure"] for figure in obj["figures"]]
     assert kinds.count("errors") == 2
     assert kinds.count("reliability") == 2 * K
-    calibrate.show(report, console)
+    calibrate_view.show(report, console)
     assert "greedy (sts)" in console.file.getvalue()
 
 
@@ -94,7 +94,7 @@ def test_one_class_only(console, tmp_path):
     )
     report = calibrate.run_calibrate(options, console)
     assert report.record.sampled == (1.0,) * K
-    calibrate.show(report, console)
+    calibrate_view.show(report, console)
     assert "sampled requests were not measured" in console.file.getvalue()
 
 

@@ -87,7 +87,7 @@ def test_profile_and_calibrate_feed_plot(tmp_path: Path) -> None:
     drawn = run("plot", cost, fit, "--html", page, "--json", "-")
     assert drawn.exit_code == 0, drawn.output
     counts = json.loads(drawn.stdout)["figures_drawn"]
-    assert counts == {"cost_curve": 2, "errors": 1, "reliability": 7}
+    assert counts == {"cost_curve": 2, "breakdown": 1, "errors": 1, "reliability": 7}
     assert str(cost) in page.read_text()
 
 

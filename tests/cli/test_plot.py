@@ -120,10 +120,45 @@ def test_artifacts_can_be_drawn(tmp_path: Path) -> None:
     """Catches a cost table that only its command's own JSON lets one see."""
     write_record(tmp_path / "cost.json", cost_record())
     report = run_plot([tmp_path / "cost.json"], tmp_path / "a.svg", None)
-    assert set(report.figures) == {"cost_curve"}
+    assert set(report.figures) == {"cost_curve", "breakdown"}
     write_record(tmp_path / "cal.json", calibration_record())
     with pytest.raises(InputError, match="holds nothing to draw"):
         run_plot([tmp_path / "cal.json"], tmp_path / "a.svg", None)
+
+
+BENCH_MODE = {
+    "tokens_per_s": {"median": 100.0}, "tpot_ms_p50": 20.0, "window": 5.0, "accepted_length": 3.0,
+    "step_ms": 40.0, "draft_share": 0.25,
+}  # fmt: skip
+
+
+def _bench_row(concurrency: int) -> dict[str, Any]:
+    modes = {"off": {"tokens_per_s": {"median": 50.0}, "tpot_ms_p50": None}, "ours": BENCH_MODE}
+    return {"workload": "mix", "temperature": 0.0, "concurrency": concurrency, "modes": modes}
+
+
+def test_results_of_bench_and_simulate() -> None:
+    """Catches figures of results that carry none, drawn over the wrong axis."""
+    bench = figures_of({"schema": 1, "rows": [_bench_row(4), _bench_row(1)]}, "b")
+    frontier, load, steps = bench
+    assert frontier["series"] == [
+        {"label": "ours", "x": [50.0, 50.0], "y": [100.0, 100.0], "names": ["1", "4"]}
+    ]
+    assert [series["label"] for series in load["series"]] == ["window", "accepted length"]
+    assert load["series"][0]["x"] == [1, 4]
+    assert steps["bars"][0] == {
+        "label": "1 requests",
+        "parts": {"target and host": 30.0, "draft": 10.0},
+    }
+    cell = {
+        "policy": "ours", "arrivals": "closed:8", "machine": "", "tpot_ms": {"p50": 10.0},
+        "tokens_per_s": 640.0, "timeline": [{"t_s": 1.0, "mean_window": 4.0}],
+    }  # fmt: skip
+    frontier, windows = figures_of({"kind": "simulation", "cells": [cell]}, "s")
+    assert frontier["series"][0]["x"] == [100.0]
+    assert windows["series"][0] == {"label": "ours, closed:8", "x": [1.0], "y": [4.0]}
+    with pytest.raises(InputError, match="no result of simulate or bench"):
+        figures_of({"kind": "simulation", "cells": [{"policy": "x"}]}, "s")
 
 
 def _series(**changes: Any) -> dict[str, Any]:

@@ -45,7 +45,17 @@ def test_table_of_a_quiet_machine(console, tmp_path):
     assert report.num_samples == 5 * 8
     obj = json.loads(report.to_json())
     assert obj["command"] == "profile"
-    assert [f["figure"] for f in obj["figures"]] == ["cost_curve", "cost_curve"]
+    assert [f["figure"] for f in obj["figures"]] == ["cost_curve", "cost_curve", "breakdown"]
+    assert obj["figures"][2]["bars"] == [
+        {
+            "label": "2 requests",
+            "parts": {"target": pytest.approx(26.5), "draft": 4.0, "allocation": 0.25},
+        },
+        {
+            "label": "8 requests",
+            "parts": {"target": pytest.approx(74.5), "draft": 10.0, "allocation": 0.25},
+        },
+    ]
     assert obj["figures"][0]["series"][1]["y"] == pytest.approx([15, 18, 30, 78])
 
 

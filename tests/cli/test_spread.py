@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.cli.replicas import Broken, FakeCalibration, description
-from vllm_dspark.cli import calibrate
+from tests.cli.replicas import Broken, FakeCalibration, FakeProfile, description
+from vllm_dspark.cli import calibrate, profile
 from vllm_dspark.cli.replicas import Request
 from vllm_dspark.cli.spread import RayPlace, RayReplicas, one_identity
 from vllm_dspark.errors import EngineError, InputError
@@ -74,6 +74,22 @@ def test_calibration_is_that_of_one_process(
     assert reports[1].facts["restarts"] == 1
     assert reports[0].record.greedy == reports[1].record.greedy
     assert reports[0].record.sampled_quality == reports[1].record.sampled_quality
+
+
+def test_table_is_that_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches cells measured by nobody or counted for another, and a replica nobody asked."""
+    monkeypatch.setattr(profile, "ProfileReplica", FakeProfile)
+    reports = [
+        profile.run_profile(
+            profile.ProfileOptions(("T",), repeats=6, ray=place), Console(file=io.StringIO())
+        )
+        for place in (None, PLACE)
+    ]
+    assert reports[0].record.grids == reports[1].record.grids
+    assert reports[0].record.draft == reports[1].record.draft
+    assert reports[0].num_samples == reports[1].num_samples
+    assert len(reports[1].replica_cost) == 2
+    assert set(reports[1].replica_cost.values()) == {1.0}
 
 
 def test_work_that_kills_every_replica_is_given_up() -> None:

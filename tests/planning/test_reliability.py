@@ -8,7 +8,6 @@ from vllm_dspark.planning.reliability import (
     Pairs,
     combine,
     ece_floor,
-    fit_affine,
     fit_class,
     held_out_prompts,
     reliability,
@@ -76,22 +75,20 @@ def test_bias_needs_an_offset(held_out):
 def test_censored_rows_do_not_teach(held_out):
     """Catches drafts outside a window counted as rejected."""
     pairs = make_pairs(offset=-1.0)
-    narrow = np.arange(len(pairs)) % 2 == 0
-    verified = np.where(narrow, 1, K)
+    verified = np.where(np.arange(len(pairs)) % 2 == 0, 1, K)
     cut = Pairs(pairs.confidence, verified, np.minimum(pairs.accepted, verified), pairs.prompt)
-    _, offsets = fit_affine(cut)
-    assert offsets[:3] == pytest.approx((-1.0,) * 3, abs=0.2)
+    fit = fit_class(cut, held_out, "affine")
+    assert fit.offsets[:3] == pytest.approx((-1.0,) * 3, abs=0.25)
 
 
-def test_certain_drafts_give_a_finite_fit():
-    """Catches a likelihood without maximum: every draft was accepted."""
-    confidence = np.full((500, 2), 0.9)
-    pairs = Pairs(confidence, np.full(500, 2), np.full(500, 2), np.arange(500))
-    temperatures, offsets = fit_affine(pairs)
-    assert np.isfinite([*temperatures, *offsets]).all()
-    calibration = combine(None, fit_class(pairs, held_out_prompts(500, 0.5, 0), "affine"), 2)
-    survival = calibration.apply(np.full((2, 1), 0.9, np.float32), np.array([True]))
-    assert (survival > 0.9).all()
+def test_a_class_that_was_not_measured_is_left_alone(held_out):
+    """Catches parameters of one class used for the other."""
+    fit = fit_class(make_pairs(offset=-1.3), held_out)
+    calibration = combine(None, fit, K)
+    assert calibration.greedy == (1.0,) * K
+    assert calibration.greedy_offset == (0.0,) * K
+    assert calibration.sampled == fit.temperatures
+    assert calibration.sampled_offset == fit.offsets
 
 
 def test_floor_is_what_a_perfect_forecast_shows():

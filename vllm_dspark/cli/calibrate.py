@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from vllm_dspark.artifacts.fingerprint import Fingerprint
 from vllm_dspark.artifacts.pairs import Pair, read_pairs
@@ -59,7 +58,7 @@ class CalibrateOptions:
     against: Path | None = None  # a calibration to judge beside
     output: Path | None = None
     ray: RayPlace | None = None
-    task_size: int = 16  # requests of one task of a replica
+    task_size: int = 16  # requests of one task of a replica, at least
 
 
 @dataclass(frozen=True)
@@ -117,18 +116,27 @@ class _Collected:
 
     pairs: list[tuple[int, Pair]]
     num_prompts: int
-    identity: dict[str, Any] | None  # of the engine; None for a recording
+    identity: dict[str, Any] | None  # of the engine; None for a recording of unknown models
     facts: dict[str, Any]
+    # Keeps a record in the cache of every machine that took part; returns the paths.
+    save: Callable[[CalibrationRecord], list[str]]
 
 
 def run_calibrate(options: CalibrateOptions, console: Console) -> CalibrateReport:
     """Collect, fit, judge and save. UntrustedError: too little data, nothing was saved."""
     _check(options)
+    with _collecting(options, console) as collected:
+        return _fitted(collected, options)
+
+
+def _collecting(options: CalibrateOptions, console: Console) -> AbstractContextManager[_Collected]:
     if options.recording is not None:
-        collected = _from_recording(options.recording, options.arguments)
-    else:
-        prompts = load_prompts(options.prompts, options.field, options.limit, options.seed)
-        collected = _from_engine(options, prompts, console)
+        return nullcontext(_from_recording(options.recording, options.arguments))
+    prompts = load_prompts(options.prompts, options.field, options.limit, options.seed)
+    return _from_engine(options, prompts, console)
+
+
+def _fitted(collected: _Collected, options: CalibrateOptions) -> CalibrateReport:
     classes, notes = _by_class(collected.pairs)
     width = next(iter(classes.values())).num_positions
     against = read_calibration(options.against, width) if options.against else None
@@ -136,11 +144,12 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> CalibrateRepor
     fits = _fit(classes, held_out, options)
     compared = {}
     if against is not None:
+        other = against.to_calibration()
         compared = {
             name: judge_class(
                 classes[name].select(held_out[classes[name].prompt]),
-                getattr(against.to_calibration(), name),
-                getattr(against.to_calibration(), f"{name}_offset"),
+                getattr(other, name),
+                getattr(other, f"{name}_offset"),
             )
             for name in fits
         }
@@ -148,16 +157,22 @@ def run_calibrate(options: CalibrateOptions, console: Console) -> CalibrateRepor
     record = _record(calibration, fits, collected)
     facts = {
         **collected.facts,
-        "prompts": collected.num_prompts,
+        "prompts": max(len(np.unique(pairs.prompt)) for pairs in classes.values()),
         "held_out": options.held_out,
         "seed": options.seed,
         "notes": notes,
     }
-    return CalibrateReport(record, fits, compared, facts, _save(record, collected, options))
+    paths = collected.save(record)
+    if options.output is not None:
+        write_record(options.output, record)
+        paths.append(str(options.output))
+    return CalibrateReport(record, fits, compared, facts, tuple(paths))
 
 
 def _check(options: CalibrateOptions) -> None:
     require_writable(options.output)
+    if options.against is not None and not options.against.is_file():
+        raise InputError(f"cannot read {options.against}: no such file")
     if not 0.0 < options.held_out < 1.0:
         raise InputError(f"--held-out {options.held_out}: give a share between 0 and 1")
     if options.method not in METHODS:
@@ -193,10 +208,19 @@ def _from_recording(path: Path, arguments: Sequence[str]) -> _Collected:
     facts: dict[str, Any] = {"source": str(path)}
     if identity is not None:
         facts |= {"model": identity["model"], "drafter": identity["drafter"]}
-    return _Collected(rows, len(index), identity, facts)
+
+    def save(record: CalibrationRecord) -> list[str]:
+        if identity is None:
+            return []
+        return [str(ArtifactStore(Path(identity["cache_dir"])).save(record))]
+
+    return _Collected(rows, len(index), identity, facts, save)
 
 
-def _from_engine(options: CalibrateOptions, prompts: PromptSet, console: Console) -> _Collected:
+@contextmanager
+def _from_engine(
+    options: CalibrateOptions, prompts: PromptSet, console: Console
+) -> Iterator[_Collected]:
     requests = [
         Request(index, content, temperature, options.max_tokens)
         for index, content in enumerate(prompts.contents)
@@ -213,21 +237,24 @@ def _from_engine(options: CalibrateOptions, prompts: PromptSet, console: Console
             highlight=False,
         )
         done = list(_generate(replicas, requests, options.task_size, console))
-        restarts = replicas.restarts
-    pairs = [pair for part in done for pair in part.pairs]
-    too_long = sorted({index for part in done for index in part.too_long})
-    facts = {
-        "model": identity["model"],
-        "drafter": identity["drafter"],
-        "source": prompts.source,
-        "field": prompts.field,
-        "temperatures": list(options.temperatures),
-        "max_tokens": options.max_tokens,
-        "tokens": sum(part.num_tokens for part in done),
-        "prompts_too_long": len(too_long),
-        "restarts": restarts,
-    }
-    return _Collected(pairs, len(prompts.contents), identity, facts)
+        pairs = [pair for part in done for pair in part.pairs]
+        too_long = {index for part in done for index in part.too_long}
+        facts = {
+            "model": identity["model"],
+            "drafter": identity["drafter"],
+            "source": prompts.source,
+            "field": prompts.field,
+            "temperatures": list(options.temperatures),
+            "max_tokens": options.max_tokens,
+            "tokens": sum(part.num_tokens for part in done),
+            "prompts_too_long": len(too_long),
+            "restarts": replicas.restarts,
+        }
+
+        def save(record: CalibrationRecord) -> list[str]:
+            return sorted(set(replicas.broadcast("save", record.model_dump_json())))
+
+        yield _Collected(pairs, len(prompts.contents), identity, facts, save)
 
 
 def _generate(
@@ -239,7 +266,9 @@ def _generate(
             # One task: the batch stays full until the last requests.
             yield replicas.replica.run(requests, lambda _: bars.advance(bar))
             return
-        tasks = [requests[i : i + task_size] for i in range(0, len(requests), task_size)]
+        # Eight tasks per replica even the load out; fewer would leave replicas idle at the end.
+        size = max(task_size, len(requests) // (8 * replicas.count))
+        tasks = [requests[i : i + size] for i in range(0, len(requests), size)]
         parts: dict[int, PairsOfTask] = {}
         for index, part in replicas.map(tasks):
             parts[index] = part
@@ -317,78 +346,3 @@ def _record(
         num_samples=sum(fit.num_fit for fit in fits.values()),
         **quality,
     )
-
-
-def _save(
-    record: CalibrationRecord, collected: _Collected, options: CalibrateOptions
-) -> tuple[str, ...]:
-    paths = []
-    if collected.identity is not None:
-        paths.append(str(ArtifactStore(Path(collected.identity["cache_dir"])).save(record)))
-    if options.output is not None:
-        write_record(options.output, record)
-        paths.append(str(options.output))
-    return tuple(paths)
-
-
-# ---- showing
-
-
-def show(report: CalibrateReport, console: Console) -> None:
-    """Quality per class and position, and where the artifact is."""
-    for name, fit in report.fits.items():
-        console.print(quality_table(name, fit, report.against.get(name)))
-    for note in report.facts["notes"]:
-        console.print(note, highlight=False)
-    missing = [name for name in CLASSES if name not in report.fits]
-    if missing:
-        console.print(
-            f"{' and '.join(missing)} requests were not measured: their confidences stay as they "
-            "are",
-            style="yellow",
-        )
-    for path in report.paths:
-        console.print(f"saved {path}", highlight=False, soft_wrap=True)
-
-
-def quality_table(name: str, fit: ClassFit, against: Sequence[PositionFit] | None) -> Table:
-    """Held-out quality of one class, by position of the draft.
-
-    rate: how often drafts up to this one are all accepted; floor: ECE of a perfect forecast; base:
-    Brier score of always forecasting the rate.
-    """
-    view = Table(
-        title=f"{name} ({fit.method}): fitted on {fit.num_fit} rows, judged on {fit.num_held_out} "
-        "of other prompts",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 0),
-    )
-    for title in ("#", "T", "offset", "rate", "ECE", "(floor)"):
-        view.add_column(title, justify="right", no_wrap=True)
-    if against is not None:
-        view.add_column("the other's", justify="right", no_wrap=True)
-    for title in ("Brier", "(base)", "AUC"):
-        view.add_column(title, justify="right", no_wrap=True)
-    for index, item in enumerate(fit.positions):
-        other = [f"{against[index].after.ece:.3f}"] if against is not None else []
-        before, after = item.before, item.after
-        view.add_row(
-            str(after.position),
-            f"{fit.temperatures[index]:.2f}",
-            f"{fit.offsets[index]:+.2f}",
-            f"{after.base_rate:.0%}",
-            f"{before.ece:.3f} > {after.ece:.3f}",
-            f"({item.ece_floor:.3f})",
-            *other,
-            f"{before.brier:.3f} > {after.brier:.3f}",
-            f"({after.brier_of_base_rate:.3f})",
-            f"{after.auc:.3f}",
-        )
-    return view
-
-
-def reliability_files(report: CalibrateReport, path: Path) -> None:
-    """The diagrams as one image."""
-    from vllm_dspark.cli.draw import draw_image
-
-    draw_image(calibration_figures(report.fits), path)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_dspark.artifacts.schema import now
-from vllm_dspark.cli.figures import Figure
+from vllm_dspark.cli.result_figures import Figure
 from vllm_dspark.errors import InputError
 
 INSTALL_HINT = "drawing needs matplotlib: pip install 'vllm-dspark[plot]'"
@@ -34,7 +34,8 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem;
        color: #1a1a1a; background: #fff; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1rem;
+       margin-top: 1rem; }
 figure { margin: 0; } figure svg { width: 100%; height: auto; }
 figcaption { font-size: .9rem; color: #555; }
 table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .2rem .8rem .2rem 0;
@@ -113,7 +114,7 @@ def _render(figures: Sequence[Figure], suffix: str) -> bytes:
     columns = min(3, len(figures))
     rows = -(-len(figures) // columns)
     # Ids from a fixed salt: the same figures give the same file.
-    style = {"svg.fonttype": "none", "svg.hashsalt": "vllm-dspark"}
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "vllm-dspark"}
     with matplotlib.rc_context(style):
         canvas = Canvas(figsize=(5.2 * columns, 3.6 * rows), layout="constrained")
         grid = canvas.subplots(rows, columns, squeeze=False)
@@ -144,8 +145,17 @@ def _draw(axes: Any, figure: Figure) -> None:
         if "goal" in figure:
             axes.axhline(figure["goal"], color="grey", linestyle=":", label="goal")
         axes.set_ylim(bottom=0)
+        if kind == "cost_curve" and _spans_ladder(figure["series"]):
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
+
+
+def _spans_ladder(series: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether sizes range so far that a linear axis would crowd the small ones."""
+    sizes = [x for item in series for x in item["x"] if x > 0]
+    return bool(sizes) and max(sizes) >= 32 * min(sizes)
 
 
 def _line(axes: Any, kind: str, series: Mapping[str, Any]) -> None:

@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_dspark.cli.result_figures import Figure, bench_figures, simulation_figures
 from vllm_dspark.errors import InputError
 from vllm_dspark.planning.reliability import Bin, ClassFit
-
-Figure = dict[str, Any]
 
 # What a series of each kind must hold, as lists of equal length.
 _SERIES = {
@@ -69,7 +68,31 @@ def cost_figures(table: Mapping[str, Any]) -> list[Figure]:
             ],
         }
     )
-    return figures
+    breakdown = _step_breakdown(table)
+    return [*figures, breakdown] if breakdown["bars"] else figures
+
+
+def _step_breakdown(table: Mapping[str, Any]) -> Figure:
+    """Parts of a full-window step by number of requests, where both were measured."""
+    grid = next((g for g in table["grids"] if g["shape"] == "native"), table["grids"][0])
+    draft = table["draft"]
+    window = table["fingerprint"]["num_speculative_tokens"] + 1
+    target_ms = dict(zip(grid["sizes"], grid["median_ms"][0], strict=True))
+    bars = [
+        {
+            "label": f"{requests} requests",
+            "parts": {
+                "target": target_ms[requests * window],
+                "draft": draft_ms,
+                **({"allocation": table["allocation_ms"]} if table["allocation_ms"] else {}),
+                **({"other": table["overhead_ms"]} if table["overhead_ms"] else {}),
+            },
+        }
+        for requests, draft_ms in zip(draft["sizes"], draft["median_ms"][0], strict=True)
+        if requests * window in target_ms
+    ]
+    title = f"Step with full windows, {grid['kv_tokens'][0]} KV tokens"
+    return {"figure": "breakdown", "title": title, "bars": bars}
 
 
 def calibration_figures(fits: Mapping[str, ClassFit]) -> list[Figure]:
@@ -147,6 +170,12 @@ def figures_of(obj: Mapping[str, Any], where: str) -> list[Figure]:
         figures = cost_figures(obj)
     elif obj.get("kind") == "calibration":
         figures = recorded_figures(obj)
+    elif obj.get("kind") == "simulation" or isinstance(obj.get("rows"), list):
+        build = simulation_figures if obj.get("kind") == "simulation" else bench_figures
+        try:
+            figures = build(obj)
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise InputError(f"{where} is no result of simulate or bench: {error!r}") from error
     else:
         raise InputError(
             f'{where} holds no "figures" and is no cost table or calibration; give the --json '

@@ -178,6 +178,7 @@ def calibrate(
     arguments = _engine_arguments(context, needed=recording is None)
     with _reporting(json_file) as console:
         from vllm_dspark.cli import calibrate as command
+        from vllm_dspark.cli import calibrate_view as view
         from vllm_dspark.cli.draw import require_matplotlib
 
         _require_outputs(json_file, plot_file)
@@ -203,10 +204,10 @@ def calibrate(
             ray=_place(ray, replicas, arguments),
         )
         report = command.run_calibrate(options, console)
-        command.show(report, console)
+        view.show(report, console)
         write_json(json_file, report.to_json())
         if plot_file is not None:
-            command.reliability_files(report, plot_file)
+            view.reliability_files(report, plot_file)
 
 
 def plot(

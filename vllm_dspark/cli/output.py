@@ -61,7 +61,7 @@ def require_writable(path: Path | None) -> None:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Progress]:
-    """Bars with counts, elapsed and remaining time; plain lines where there is no terminal."""
+    """Bars with counts, elapsed and remaining time; nothing where there is no terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_dspark.cli.draw import FORMATS, draw_image, html_report, require_matplotlib
-from vllm_dspark.cli.figures import KINDS, Figure, figures_of
+from vllm_dspark.cli.figures import KINDS, figures_of
 from vllm_dspark.cli.output import require_writable, write_file
+from vllm_dspark.cli.result_figures import Figure
 from vllm_dspark.errors import InputError
 
 Source = tuple[dict[str, Any], list[Figure]]

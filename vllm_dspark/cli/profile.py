@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def _one_round(
     bars, bar = shown
     portion = min(_PORTION, max(1, len(todo) // replicas.count))
     portions = rounds_of(todo, portion)
-    tasks = [[_as_item(cell) for cell in cells] for cells in portions]
+    tasks = [[asdict(cell) for cell in cells] for cells in portions]
     for _, result in replicas.map(tasks):
         timings = [_as_timing(item) for item in result["samples"]]
         samples.add(timings)
@@ -175,14 +175,6 @@ def _one_round(
         bars.update(bar, completed=done, total=done + samples.missing())
     unsettled = len(samples.unsettled())
     bars.update(bar, note=f"{unsettled} of {len(samples)} not settled" if unsettled else "settled")
-
-
-def _as_item(cell: Cell) -> dict[str, int]:
-    return {
-        "num_tokens": cell.num_tokens,
-        "kv_tokens": cell.kv_tokens,
-        "num_requests": cell.num_requests,
-    }
 
 
 def _as_timing(item: dict[str, Any]) -> StepTiming:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_dspark.artifacts.pairs import Pair, PairReader
+from vllm_dspark.artifacts.schema import CalibrationRecord
+from vllm_dspark.artifacts.store import ArtifactStore
 from vllm_dspark.integration.offline import Content, OfflineEngine, TokenPrompt
 
 
@@ -108,6 +110,11 @@ class CalibrationReplica:
             (int(pair.request_id.split("/")[1].split("-")[0]), pair) for pair in self._reader.read()
         ]
         return PairsOfTask(tuple(pairs), num_tokens, tuple(too_long))
+
+    def save(self, record: str) -> str:
+        """Keep a calibration in the cache of this machine."""
+        store = ArtifactStore(Path(self._engine.call("describe")["cache_dir"]))
+        return str(store.save(CalibrationRecord.model_validate_json(record)))
 
     def close(self) -> None:
         """Shut the engine down and drop its recording."""

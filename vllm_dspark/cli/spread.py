@@ -56,13 +56,13 @@ class RayReplicas:
         self._owned = not ray.is_initialized()
         if self._owned:
             try:
-                ray.init(address=place.address, log_to_driver=False, logging_level="warning")
+                ray.init(address=place.address, log_to_driver=False, logging_level=logging.WARNING)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise InputError(
                     f"no Ray cluster at {place.address!r}: {error}; start one with `ray start "
                     '--head`, or give "local"'
                 ) from error
-        self._factory = ray.remote(factory)
+        self._factory: Any = ray.remote(factory)
         self._arguments = tuple(arguments)
         self.count = place.replicas or self._fitting()
         self.restarts = 0  # replicas that died and were replaced

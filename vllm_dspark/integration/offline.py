@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from vllm_dspark.config import process_environment
 from vllm_dspark.errors import DSparkError, EngineError
-from vllm_dspark.integration.carrier import options_of
+from vllm_dspark.integration.carrier import carried_by, options_of
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -59,19 +60,28 @@ def describe_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """
     from vllm_dspark.integration.startup import describe_config
 
-    args = parse_serve_arguments(arguments)
-    try:
-        config = args.create_engine_config()
-    except DSparkError:
-        raise
-    except (RuntimeError, ValueError, OSError) as error:
-        raise EngineError(f"vLLM refuses these arguments: {error}") from error
+    with _as_engine_error():
+        config = parse_serve_arguments(arguments).create_engine_config()
     options = options_of(config)
     if options is None:
         raise EngineError(
             "these arguments start no DSpark engine; name a drafter with --speculative-config"
         )
     return describe_config(config, options)
+
+
+@contextmanager
+def _as_engine_error() -> Iterator[None]:
+    """vLLM's refusals as one error of ours; our own pass through."""
+    try:
+        yield
+    except DSparkError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        raise EngineError(
+            f"no engine with these arguments: {error}; `vllm-dspark serve` with them must work "
+            "first"
+        ) from error
 
 
 class OfflineEngine:
@@ -85,27 +95,27 @@ class OfflineEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        args = parse_serve_arguments(arguments)
-        given = dict(args.speculative_config or {})
-        given["dspark"] = {**(given.get("dspark") or {}), **options}
-        args.speculative_config = given
-        args.disable_log_stats = True
         # An engine core of its own unless told otherwise, so that it is as alone as in a server.
         own_core = process_environment().get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
-        try:
+        with _as_engine_error():
+            args = parse_serve_arguments(arguments)
+            given = dict(args.speculative_config or {})
+            given["dspark"] = {**(given.get("dspark") or {}), **options}
+            args.speculative_config = given
+            args.disable_log_stats = True
             self._engine = LLMEngine.from_engine_args(
                 args,
                 usage_context=UsageContext.OPENAI_API_SERVER,  # its default batch sizes
                 enable_multiprocessing=own_core,
             )
-        except DSparkError:
-            raise
-        except (RuntimeError, ValueError, OSError) as error:
-            raise EngineError(
-                f"the engine did not start: {error}; `vllm-dspark serve` with the same arguments "
-                "must work first"
-            ) from error
         self.vllm_config = self._engine.vllm_config
+        carried = carried_by(self.vllm_config)
+        if carried is None or carried.declined:
+            self.close()
+            raise EngineError(
+                "these arguments start an engine in which the plugin has no part: name a drafter "
+                "with --speculative-config, and leave worker_cls and scheduler_cls alone"
+            )
 
     # ---- prompts
 
@@ -135,6 +145,7 @@ class OfflineEngine:
     def run(self, prompts: Iterable[TokenPrompt]) -> Iterator[tuple[str, int]]:
         """Generate for all prompts; yields (name, tokens generated) as requests finish."""
         from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         engine = self._engine
         for prompt in prompts:
@@ -149,24 +160,31 @@ class OfflineEngine:
                 ),
             )
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            try:
+                outputs = engine.step()
+            except EngineDeadError as error:
+                raise EngineError("the engine died while it generated; see its log") from error
+            for output in outputs:
                 if output.finished:
                     yield output.request_id, len(output.outputs[0].token_ids)
 
     # ---- workers
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Result of a method of ours on the output rank's worker; all ranks run it.
+        """Result of a method of integration/measuring.py on the output rank's worker.
 
-        Arguments and result travel as JSON text, which vLLM's codec passes on unchanged.
+        All ranks run it. Arguments and result travel as JSON text, which vLLM's codec passes on
+        unchanged. Raises EngineError with the worker's message.
         """
         answers = self._engine.collective_rpc(
             "dspark_call", args=(method, json.dumps(list(arguments)))
         )
         found = [json.loads(answer) for answer in answers if answer]
         if not found:
-            raise EngineError(f"no worker answered {method!r}; is worker_cls set to another class?")
-        return found[0]
+            raise EngineError(f"no worker answered {method!r}")
+        if "error" in found[0]:
+            raise EngineError(found[0]["error"])
+        return found[0]["value"]
 
     # ---- life
 

@@ -18,7 +18,7 @@ from vllm_dspark.errors import CostTableError
 from vllm_dspark.integration.backends import reject_ops
 from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.device_windows import DeviceWindows
-from vllm_dspark.integration.profiling import profile_cpu
+from vllm_dspark.integration.profiling import CpuProfiler, profile_cpu
 from vllm_dspark.integration.rejection import replace_rejection_sampler
 from vllm_dspark.integration.report import StepOrder, attach_report, order_of
 from vllm_dspark.integration.reporting import StepReporter
@@ -128,6 +128,10 @@ class DSparkRunnerMixin:
         """Measured step times of this engine; raises CostTableError if they cannot be trusted."""
         raise NotImplementedError
 
+    def step_profiler(self) -> Any:
+        """What `vllm-dspark profile` measures with (profiling.CpuProfiler's methods)."""
+        raise CostTableError("incomplete", "`profile` has no way to measure on this device yet")
+
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's step; keeps the engine core's order for the draft pass that follows."""
         self._order = order_of(scheduler_output)
@@ -192,3 +196,6 @@ if current_platform.is_cpu():
         def profile_costs(self) -> CostTable:
             table: CostTable = profile_cpu(self)
             return table
+
+        def step_profiler(self) -> CpuProfiler:
+            return CpuProfiler(self)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_dspark.errors import CostTableError
-from vllm_dspark.planning.cost import CostTable, StepTiming, build_cost_table
+from vllm_dspark.planning.cost import CostTable, StepMode, StepShape, StepTiming, build_cost_table
 
 # A table may hold this share of cells that never settled, if all others did: one busy moment of
 # the machine hits few cells, and the planner interpolates over them.
@@ -32,6 +32,19 @@ class Cell:
     num_tokens: int
     kv_tokens: int
     num_requests: int
+    mode: str = StepMode.EAGER.value
+    shape: str = StepShape.RAGGED.value
+
+    @staticmethod
+    def of(timing: StepTiming) -> Cell:
+        """The cell that a timing is a sample of."""
+        return Cell(
+            timing.num_tokens,
+            timing.kv_tokens,
+            timing.num_requests,
+            timing.mode.value,
+            timing.shape.value,
+        )
 
 
 class CellSamples:
@@ -50,7 +63,7 @@ class CellSamples:
     def add(self, samples: Iterable[StepTiming]) -> None:
         """Add samples; each belongs to the cell of its requests, tokens and KV node."""
         for sample in samples:
-            cell = Cell(sample.num_tokens, sample.kv_tokens, sample.num_requests)
+            cell = Cell.of(sample)
             if cell not in self._samples:
                 raise CostTableError("incomplete", f"{cell} was timed, but nobody asked for it")
             self._samples[cell].append(sample)

@@ -1,15 +1,9 @@
 r"""From recorded pairs to a fitted calibration, judged on prompts it has not seen.
 
 STS (calibration.py) has a temperature per position and nothing else, so it cannot move a
-confidence across 1/2. Where a head is biased, e.g. because it was trained for drafts that are
-sampled (accepted with 1 - TV) and meets drafts that are the argmax (accepted with p(argmax)), an
-offset is needed as well:
-
-    c'_k = sigmoid(logit(c_k) / T_k + b_k)
-
-fitted per position by logistic regression of "draft k accepted" over the rows in which all drafts
-before k were accepted; their product then is the survival. "auto" stays with STS unless the
-offsets are clearly better on the very rows whose ECE STS minimised.
+confidence across 1/2. Where a head is biased, `fit_scaling` fits an offset per position as well.
+"auto" stays with STS unless the offsets are clearly better on the very rows whose ECE STS
+minimised.
 
 Rows of one prompt resemble each other, so the split is by prompt, never by row. STS has one
 parameter per position, which needs less data than an ECE of 15 bins; that is why half of the
@@ -30,10 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_dspark.planning.calibration import (
-    MAX_TEMPERATURE,
-    MIN_TEMPERATURE,
     Calibration,
     Vector,
+    fit_scaling,
     fit_temperatures,
     logit,
 )
@@ -47,10 +40,6 @@ NUM_BINS = 15
 METHODS = ("auto", "sts", "affine")
 # How much lower the worst ECE must be for "auto" to leave STS.
 _CLEARLY = 0.005
-# Weight of the prior "as the head says" (T = 1, b = 0), in rows: it decides only where hardly
-# any row reaches a position.
-_RIDGE = 4.0
-_NEWTON_STEPS = 50
 # Rows that a part needs per bin for its frequency to mean anything.
 MIN_PER_BIN = 20
 
@@ -156,51 +145,6 @@ def survival_of(confidence: Float64Array, temperatures: Vector, offsets: Vector)
     return product
 
 
-def fit_affine(pairs: Pairs) -> tuple[Vector, Vector]:
-    """Temperatures and offsets by logistic regression, position by position."""
-    logits = logit(pairs.confidence).astype(np.float64)
-    temperatures, offsets = [], []
-    for k in range(pairs.num_positions):
-        reached = (pairs.verified > k) & (pairs.accepted >= k)
-        slope, offset = _logistic(logits[reached, k], (pairs.accepted > k)[reached])
-        slope = min(max(slope, 1.0 / MAX_TEMPERATURE), 1.0 / MIN_TEMPERATURE)
-        temperatures.append(1.0 / slope)
-        offsets.append(offset)
-    return tuple(temperatures), tuple(offsets)
-
-
-def _logistic(z: Float64Array, outcome: BoolArray) -> tuple[float, float]:
-    """(slope, offset) of the penalised likelihood's maximum, by Newton's method with halving.
-
-    The likelihood is concave; a step is halved until it does not lower it.
-    """
-    parameters = np.array([1.0, 0.0])
-    design = np.stack([z, np.ones_like(z)])
-    target = outcome.astype(np.float64)
-    prior = parameters.copy()
-
-    def objective(at: Float64Array) -> float:
-        score = at @ design
-        likelihood = np.sum(target * score - np.logaddexp(0.0, score))
-        return float(likelihood - 0.5 * _RIDGE * np.sum((at - prior) ** 2))
-
-    value = objective(parameters)
-    for _ in range(_NEWTON_STEPS):
-        predicted = 1.0 / (1.0 + np.exp(-(parameters @ design)))
-        gradient = design @ (target - predicted) - _RIDGE * (parameters - prior)
-        weights = predicted * (1.0 - predicted)
-        hessian = (design * weights) @ design.T + _RIDGE * np.eye(2)
-        step = np.linalg.solve(hessian, gradient)
-        while (moved := objective(parameters + step)) < value:
-            step = step / 2.0
-            if float(np.abs(step).max()) < 1e-9:
-                break
-        parameters, value = parameters + step, max(moved, value)
-        if float(np.abs(step).max()) < 1e-7:
-            break
-    return float(parameters[0]), float(parameters[1])
-
-
 def fit_class(pairs: Pairs, held_out: BoolArray, method: str = "auto") -> ClassFit:
     """Parameters from the rows of some prompts, judged on those of the others.
 
@@ -209,13 +153,14 @@ def fit_class(pairs: Pairs, held_out: BoolArray, method: str = "auto") -> ClassF
     judge = held_out[pairs.prompt]
     fit, test = pairs.select(~judge), pairs.select(judge)
     zeros = (0.0,) * pairs.num_positions
-    chosen, parameters, ece_sts = "sts", (zeros, zeros), ()
+    chosen, parameters = "sts", (zeros, zeros)
+    ece_sts: Vector = ()
     if method != "affine":
         temperatures = fit_temperatures(fit.confidence, fit.accepted, fit.verified, NUM_BINS)
         parameters = (temperatures, zeros)
         ece_sts = tuple(item.after.ece for item in judge_class(test, *parameters))
     if method != "sts":
-        affine = fit_affine(fit)
+        affine = fit_scaling(fit.confidence, fit.accepted, fit.verified)
         if method == "affine" or _worst(fit, affine) < _worst(fit, parameters) - _CLEARLY:
             chosen, parameters = "affine", affine
     judged = judge_class(test, *parameters)
