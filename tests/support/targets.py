@@ -66,12 +66,17 @@ FAMILIES: dict[str, Family] = {
 
 def build_target_pair(folder: Path, family: str, spec: PairSpec) -> Pair:
     """Write a target of `family` and its drafter (DeepSpec format) below `folder`."""
-    kind = FAMILIES[family]
     pair = Pair(folder / "target", folder / "drafter", spec)
-    embed, head = _write_target(pair.target, kind, spec)
-    write_tokenizer(pair.target, spec)
+    embed, head = build_target(pair.target, family, spec)
     write_drafter(pair.drafter, spec, {"model.embed_tokens.weight": embed, "lm_head.weight": head})
     return pair
+
+
+def build_target(folder: Path, family: str, spec: PairSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write a target with its tokenizer; returns input embedding and output head, both [V, H]."""
+    made = _write_target(folder, FAMILIES[family], spec)
+    write_tokenizer(folder, spec)
+    return made
 
 
 def text_config(kind: Family, spec: PairSpec) -> dict[str, Any]:
@@ -100,9 +105,9 @@ def _write_target(folder: Path, kind: Family, spec: PairSpec) -> tuple[torch.Ten
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(spec.seed)
-    config = CONFIG_MAPPING[kind.model_type](
-        initializer_range=LAYER_SCALE, **text_config(kind, spec)
-    )
+    # Random targets speak through their layers, markov ones hardly.
+    scale = LAYER_SCALE if spec.kind == "markov" else 0.25
+    config = CONFIG_MAPPING[kind.model_type](initializer_range=scale, **text_config(kind, spec))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(spec.seed)
     embed = torch.randn(spec.vocab_size, spec.hidden, generator=generator)
