@@ -57,9 +57,7 @@ def test_no_row_has_failed() -> None:
 
 def test_a_failing_row_would_show() -> None:
     row = SECTIONS[0].rows[0]
-    node = (
-        "tests/formats/test_engine_drafts.py::test_drafts_are_those_of_the_reference[deepspec, x]"
-    )
+    node = f"{DRAFTS}[deepspec, x]"
     assert matches(row.tests[0], node)
     page = render({"outcomes": {node: "failed"}, "versions": {}})
     assert f"| {row.what} | {row.result} | **1 failed** |" in page
