@@ -206,16 +206,13 @@ class Soak:
             "owners of the worker": len(owners._owner) + len(owners._generation),
         }
         leaks = {name: count for name, count in left.items() if count}
-        if leaks and scheduler.requests == {} and not scheduler.running:
-            # finished requests reach the worker with the next scheduled step only
-            lagging = {"slots of the worker", "owners of the worker", "generations of the core",
-                       "slots of the request table"}  # fmt: skip
-            leaks = {name: count for name, count in leaks.items() if name not in lagging or
-                     count > scheduler.max_num_running_reqs}  # fmt: skip
+        # Finished requests reach the worker with the next scheduled step only.
+        lagging = ("slots", "owners", "generations")
+        most = scheduler.max_num_running_reqs
+        leaks = {n: c for n, c in leaks.items() if not n.startswith(lagging) or c > most}
         if leaks:
             self.report.problems.append(f"left behind after {self.report.steps} steps: {leaks}")
-        if self.report.steps % 7 == 0 or self.started == self.count:
-            gc.collect()
+        gc.collect()
         self.report.memory_mb.append(memory_mb())
         self.report.series.append(len(list(self.llm.get_metrics())))
 
