@@ -17,6 +17,9 @@ def random_drafter(
     spec = parse_spec(config, str(folder / "config.json"))
     gen = torch.Generator().manual_seed(seed)
     tensors = {name: _values(name, shape, gen) for name, shape in expected_shapes(spec).items()}
+    if spec.backbone == "gemma4":
+        # Gemma multiplies embeddings by sqrt(H); of order one they leave the layers a say.
+        tensors["embed_tokens.weight"] *= spec.hidden_size**-0.5
     if "d2t" in tensors:
         ids = torch.randperm(spec.vocab_size, generator=gen)[: spec.draft_vocab_size].sort().values
         tensors["d2t"] = ids - torch.arange(spec.draft_vocab_size)
@@ -39,4 +42,6 @@ def _values(name: str, shape: tuple[int, ...], gen: torch.Generator) -> torch.Te
         return noise
     if name.endswith("bias"):
         return 0.1 * noise
-    return noise * 1.5 * shape[-1] ** -0.5
+    # The head's bias must not drown what the backbone says.
+    strength = 0.5 if "markov_w2" in name else 1.5
+    return noise * strength * shape[-1] ** -0.5
