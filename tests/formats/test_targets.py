@@ -30,7 +30,11 @@ def answers_of(llm: Any) -> list[Answer]:
     return generate(llm, make_prompts(SPEC.symbols), params(48))
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "llama"])
+# Engine settings that a family needs.
+EXTRA: dict[str, dict[str, Any]] = {"llava": {"language_model_only": True}}
+
+
+@pytest.mark.parametrize("family", [*(f for f in FAMILIES if f != "llama"), "llava"])
 def test_target(family: str, pair_of: Callable) -> None:
     """Catches caches of a target that do not survive rejected drafts, and layers read wrongly.
 
@@ -38,11 +42,12 @@ def test_target(family: str, pair_of: Callable) -> None:
     tests/integration/test_equality.py.)
     """
     pair: Pair = pair_of(family)
-    with engine(pair.target) as llm:
+    extra = EXTRA.get(family, {})
+    with engine(pair.target, **extra) as llm:
         wanted = answers_of(llm)
     assert len({a.tokens[-8:] for a in wanted}) > 3, "the target says the same to every prompt"
     speculative = dspark(pair.drafter, WINDOWS, num_speculative_tokens=7)
-    with engine(pair.target, speculative) as llm:
+    with engine(pair.target, speculative, **extra) as llm:
         found = answers_of(llm)
         totals = scheduler_of(llm).dspark_totals
     expect_equal(found, wanted)

