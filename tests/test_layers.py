@@ -92,7 +92,7 @@ def violations(root: Path, package: str = PACKAGE) -> list[str]:
 
 
 def _check_imports(relative: str, tree: ast.Module, package: str) -> Iterator[str]:
-    name = relative.split("/")[0].removesuffix(".py")
+    name = relative.split("/", maxsplit=1)[0].removesuffix(".py")
     layer = LAYERS.get(name)
     if layer is None:
         yield f"{relative}: layer {name!r} is not in the table of tests/test_layers.py"

@@ -33,7 +33,10 @@ def _option(default: object, description: str, allowed: str, **constraints: Any)
 def _as_path(value: object) -> object:
     """Accept a non-empty string where a path is wanted (JSON has no paths)."""
     if isinstance(value, str) and value:
-        return Path(value).expanduser()
+        try:
+            return Path(value).expanduser()
+        except RuntimeError:  # no such user: left as it is, and refused by its type
+            return value
     return value
 
 

@@ -61,7 +61,7 @@ class Pair:
     spec: PairSpec
 
 
-def build_pair(folder: Path, spec: PairSpec = PairSpec()) -> Pair:  # noqa: B008 - frozen
+def build_pair(folder: Path, spec: PairSpec = PairSpec()) -> Pair:
     """Write target and drafter below `folder` (reused when already written with this spec)."""
     pair = Pair(folder / "target", folder / "drafter", spec)
     generator = torch.Generator().manual_seed(spec.seed)

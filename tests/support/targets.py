@@ -26,9 +26,8 @@ class Family:
 
     model_type: str
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
-    # where the text model's tensors are, and the text config inside a multimodal one
-    prefix: str = "model."
-    text_key: str | None = None
+    # Llava around the text model; its vision tower is configured and has no weights
+    wrapped: bool = False
 
 
 _LINEAR = {
@@ -57,7 +56,12 @@ FAMILIES: dict[str, Family] = {
             "num_kv_shared_layers": 0,
         },
     ),
-    "qwen3_5_text": Family("qwen3_5_text", _LINEAR),
+}
+
+# Started with `language_model_only`, so that nothing of the vision tower is needed.
+WRAPPED = Family("llama", wrapped=True)
+# Targets with recurrent states.
+HYBRIDS: dict[str, Family] = {
     "qwen3_next": Family(
         "qwen3_next", {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 32}
     ),
@@ -66,12 +70,20 @@ FAMILIES: dict[str, Family] = {
 
 def build_target_pair(folder: Path, family: str, spec: PairSpec) -> Pair:
     """Write a target of `family` and its drafter (DeepSpec format) below `folder`."""
-    kind = FAMILIES[family]
     pair = Pair(folder / "target", folder / "drafter", spec)
-    embed, head = _write_target(pair.target, kind, spec)
-    write_tokenizer(pair.target, spec)
+    embed, head = build_target(pair.target, family, spec)
     write_drafter(pair.drafter, spec, {"model.embed_tokens.weight": embed, "lm_head.weight": head})
     return pair
+
+
+def build_target(folder: Path, family: str, spec: PairSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write a target with its tokenizer; returns input embedding and output head, both [V, H]."""
+    kinds = {**FAMILIES, **HYBRIDS, "llava": WRAPPED}
+    made = _write_target(folder, kinds[family], spec)
+    if kinds[family].wrapped:
+        _wrap(folder)
+    write_tokenizer(folder, spec)
+    return made
 
 
 def text_config(kind: Family, spec: PairSpec) -> dict[str, Any]:
@@ -100,9 +112,9 @@ def _write_target(folder: Path, kind: Family, spec: PairSpec) -> tuple[torch.Ten
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(spec.seed)
-    config = CONFIG_MAPPING[kind.model_type](
-        initializer_range=LAYER_SCALE, **text_config(kind, spec)
-    )
+    # Random targets speak through their layers, markov ones hardly.
+    scale = LAYER_SCALE if spec.kind == "markov" else 0.25
+    config = CONFIG_MAPPING[kind.model_type](initializer_range=scale, **text_config(kind, spec))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(spec.seed)
     embed = torch.randn(spec.vocab_size, spec.hidden, generator=generator)
@@ -114,14 +126,36 @@ def _write_target(folder: Path, kind: Family, spec: PairSpec) -> tuple[torch.Ten
         # One matrix for both: a token's best successor would be itself, so layers must speak up.
         head = embed
     state = model.state_dict()
-    state[f"{kind.prefix}embed_tokens.weight"].copy_(embed)
+    state["model.embed_tokens.weight"].copy_(embed)
     state["lm_head.weight"].copy_(head)
     model.save_pretrained(folder)
-    path = folder / "config.json"
-    written = json.loads(path.read_text())
-    path.write_text(json.dumps(written, indent=1))
     if tied:
         tensors = load_file(folder / "model.safetensors")
         tensors.pop("lm_head.weight", None)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return embed, head
+
+
+def _wrap(folder: Path) -> None:
+    """Turn a text target into the language model of a Llava checkpoint."""
+    path = folder / "config.json"
+    text = json.loads(path.read_text())
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "text_config": text,
+        "vision_config": {
+            "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+            "projection_dim": 32,
+        },
+        "image_token_index": text["vocab_size"] - 1,
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    path.write_text(json.dumps(config, indent=1))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {n.replace("model.", "model.language_model.", 1): t for n, t in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})

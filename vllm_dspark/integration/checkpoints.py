@@ -10,7 +10,9 @@ from vllm_dspark.proposer.keys import read_json
 logger = logging.getLogger("vllm.vllm_dspark")
 
 
-def local_folder(model: str, revision: str | None, cache: str | None, weights: bool) -> Path | None:
+def local_folder(
+    model: str, revision: str | None, cache: str | None, weights: bool = True
+) -> Path | None:
     """The folder that holds a checkpoint's config and, if `weights`, its safetensors files.
 
     model: a folder or a hub id; vLLM is about to fetch the same files into the same cache. None

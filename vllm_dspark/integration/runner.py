@@ -18,6 +18,7 @@ from vllm_dspark.errors import CostTableError
 from vllm_dspark.integration.backends import reject_ops
 from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.device_windows import DeviceWindows
+from vllm_dspark.integration.preflight import require_hidden_states
 from vllm_dspark.integration.profiling import CpuProfiler, profile_cpu
 from vllm_dspark.integration.rejection import replace_rejection_sampler
 from vllm_dspark.integration.report import StepOrder, attach_report, order_of
@@ -63,6 +64,8 @@ class DSparkRunnerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's load, then our rejection sampler in place of its own."""
+        if self.speculative_config is not None:
+            require_hidden_states(self.vllm_config.model_config)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self.rejection_sampler is not None:
             self.rejection_sampler = replace_rejection_sampler(

@@ -53,14 +53,20 @@ def settle_windows(vllm_config: Any, options: DSparkConfig) -> tuple[WindowMode,
     |------------------------------------------|--------|------|-------------------------------|
     | CPU build                                | host   | host | device                        |
     | data parallel                            | native | native | native                      |
+    | target with recurrent states (CUDA)      | native | native | native: not shown to be right |
     | LoRA, or pipeline parallel               | host   | host | native: lengths must be known |
     | CUDA, eager or piecewise graphs          | host   | host | native: nothing to gain       |
     | CUDA, full graphs                        | native | host | native: not measured yet      |
     """
     wish = options.windows
     parallel = vllm_config.parallel_config
+    always_full = ""
     if parallel.data_parallel_size > 1:
-        return "native", f"data_parallel_size = {parallel.data_parallel_size}: ranks cannot agree"
+        always_full = f"data_parallel_size = {parallel.data_parallel_size}: ranks cannot agree"
+    elif vllm_config.model_config.is_hybrid:
+        always_full = "recurrent states of the target were not tested with trimmed windows"
+    if always_full:
+        return "native", always_full
     host_lengths = ""
     if vllm_config.lora_config is not None:
         host_lengths = "LoRA needs lengths that the host knows"

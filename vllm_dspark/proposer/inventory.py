@@ -132,7 +132,8 @@ def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> StoredTen
     shape: Any = fields.get("shape")
     dtype: Any = fields.get("dtype")
     offsets: Any = fields.get("data_offsets")
-    if not _naturals(shape) or not _naturals(offsets, 2) or dtype not in ELEMENT_BYTES:
+    known = isinstance(dtype, str) and dtype in ELEMENT_BYTES
+    if not known or not _naturals(shape) or not _naturals(offsets, 2):
         raise DrafterError(
             f"{file}: {name} is described as {str(entry)[:200]}, which is no safetensors entry "
             f"(dtypes are {', '.join(ELEMENT_BYTES)}): fetch the file again"

@@ -33,6 +33,8 @@ MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
 # or with model_type, since vLLM gives DSparkDraftModel to DeepSeek-V4's embedded drafter.
 QWEN3_NAMES = ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel")
 GEMMA4_NAMES = ("Gemma4DSparkModel",)
+# Gemma4's global head size where a config does not give it (transformers' default).
+GEMMA4_HEAD_DIM = 512
 # More layers than any model has; a wrong number must not make us build a list of millions.
 MAX_LAYERS = 1024
 
@@ -274,7 +276,7 @@ def _layer_geometry(layers: Keys, backbone: Backbone) -> dict[str, Any]:
     if backbone == "gemma4":
         # DeepSpec builds every layer like Gemma4's global ones.
         values_are_keys = layers.flag("attention_k_eq_v", False)
-        head_dim = layers.integer("global_head_dim", 1, head_dim)
+        head_dim = layers.integer("global_head_dim", 1, GEMMA4_HEAD_DIM)
         if values_are_keys:
             kv_heads = layers.integer("num_global_key_value_heads", 1, kv_heads)
     return {
