@@ -13,7 +13,12 @@ FULL, EAGER = StepMode.FULL, StepMode.EAGER
 RAGGED, NATIVE, SINGLE = StepShape.RAGGED, StepShape.NATIVE, StepShape.SINGLE
 
 
-def random_table(rng: np.random.Generator, width: int, padded: bool) -> CostTable:
+SMALL, LARGE = 12, 96  # requests at once; large batches are planned more lazily
+
+
+def random_table(
+    rng: np.random.Generator, width: int, padded: bool, most: int = SMALL
+) -> CostTable:
     """Prices of a random machine: launch-bound, balanced or compute-bound."""
     per_token = float(10.0 ** rng.uniform(-2.5, 0.0))
     fixed = float(rng.uniform(1.0, 8.0))
@@ -26,10 +31,10 @@ def random_table(rng: np.random.Generator, width: int, padded: bool) -> CostTabl
         ms[:, -1] = np.maximum(ms[:, -1], 1.03 * ms[:, 0])  # flat tables are refused
         return ms
 
-    requests = [1, 2, 4, 8, 12]
-    ragged = sorted({*rng.integers(1, 12 * (width + 1), 14).tolist(), 1, 12 * (width + 1)})
+    requests = [1, 2, 4, 8, *range(12, most + 1, 12)]
+    ragged = sorted({*rng.integers(1, most * (width + 1), 14).tolist(), 1, most * (width + 1)})
     native = [n * (width + 1) for n in requests]
-    draft = grid((1, 12), (0.2, float(rng.uniform(0.3, 3.0))))
+    draft = grid((1, most), (0.2, float(rng.uniform(0.3, 3.0))))
     if not padded:
         grids = {(EAGER, RAGGED): grid(ragged, cells(ragged), kv)}
     else:
@@ -73,18 +78,19 @@ def random_calibration(rng: np.random.Generator, width: int) -> Calibration:
     return Calibration(greedy, sampled).with_offsets(rng.normal(0.0, 0.2, (2, width)))
 
 
-def random_scenario(rng: np.random.Generator) -> Scenario:
+def random_scenario(rng: np.random.Generator, most: int = SMALL) -> Scenario:
     """Policy ours in all its variants."""
-    closed = rng.random() < 0.7
+    closed = rng.random() < 0.7 or most > SMALL
+    at_once = int(rng.integers(1, most + 1)) if most == SMALL else int(rng.integers(60, most))
     return Scenario(
         Policy("ours"),
-        Arrivals("closed", int(rng.integers(1, 13)))
+        Arrivals("closed", at_once)
         if closed
         else Arrivals("burst", rate_per_s=float(rng.uniform(5, 200)), burst_size=6),
-        num_requests=int(rng.integers(10, 60)),
-        replicas=int(rng.integers(1, 3)),
-        max_num_seqs=int(rng.integers(2, 13)),
-        max_num_batched_tokens=int(rng.integers(120, 400)),
+        num_requests=int(rng.integers(10, 60)) if most == SMALL else at_once + 30,
+        replicas=int(rng.integers(1, 3)) if most == SMALL else 1,
+        max_num_seqs=int(rng.integers(2, 13)) if most == SMALL else most,
+        max_num_batched_tokens=int(rng.integers(120, 400)) + most * 8,
         windows="host" if rng.random() < 0.5 else "device",
         row_lag=int(rng.integers(0, 4)),
         prefill=bool(rng.random() < 0.8),
