@@ -156,14 +156,16 @@ def _load(trace: Trace, scenario: Scenario) -> state.Load:
 
 
 def _requests(trace: Trace, prefill: bool) -> state.Requests:
-    last = np.zeros(len(trace.position), dtype=np.int64)
-    last[trace.first[1:] - 1] = 1
+    count = np.diff(trace.first)
     prompt = trace.prompt if prefill else np.ones_like(trace.prompt)
-    requests = (trace.first[:-1], prompt, trace.output, trace.limit, trace.sampled)
+    requests = (trace.first[:-1], count, prompt, trace.output, trace.limit, trace.sampled)
+    drafts = np.arange(trace.width + 1)[:, None]
+    tokens = np.minimum(trace.accepted, drafts).mean(axis=1) + 1.0
     return state.Requests(
-        np.stack([trace.position, trace.accepted, last]).astype(np.int64),
+        trace.accepted.astype(np.int64),
         np.ascontiguousarray(trace.confidence),
         np.stack([column.astype(np.int64) for column in requests]),
+        tokens / tokens[-1],
     )
 
 
@@ -177,6 +179,7 @@ def _world(replicas: int, slots: int, width: int, number: int) -> state.World:
         clock=np.zeros(d),
         rep=_ints(d, 8),
         slot=_ints(d, 8, s),
+        cursor=np.zeros((d, s)),
         batch=_ints(8, s),
         counts=_ints(6),
         queue_next=_ints(number),

@@ -107,9 +107,8 @@ NUM_PLANNER_STATES = 10
 ALIVE, KEYS, ASCENDING = range(3)
 P_CAPACITY, P_FLOOR, P_FULL, P_KEPT, P_KNOWN = range(5)
 
-# Rows of Requests.step and Requests.request.
-S_POSITION, S_ACCEPTED, S_LAST = range(3)
-R_FIRST, R_PROMPT, R_OUTPUT, R_LIMIT, R_SAMPLED = range(5)
+# Rows of Requests.request.
+R_FIRST, R_COUNT, R_PROMPT, R_OUTPUT, R_LIMIT, R_SAMPLED = range(6)
 
 BUCKETS = 1024  # of the influence cap
 HISTORY = 4  # draft passes whose rows are kept, so the largest lag is 3
@@ -145,9 +144,10 @@ class Options(NamedTuple):
 class Requests(NamedTuple):
     """The trace: steps of all requests behind one another, by output position."""
 
-    step: Array  # [3, P] int64: tokens emitted before, drafts accepted of all, last of its request
+    accepted: Array  # [P] int64 drafts accepted if all are verified
     confidence: Array  # [P, K] float32
-    request: Array  # [5, R] int64: first step, prompt, output and largest output, sampled
+    request: Array  # [6, R] int64: first step, steps, prompt, output, largest output, sampled
+    advance: Array  # [K + 1] float64: tokens that so many drafts give on average, over all drafts'
 
 
 class Load(NamedTuple):
@@ -172,6 +172,7 @@ class World(NamedTuple):
     clock: Array  # [D] float64 ms
     rep: Array  # [D, 8] int64
     slot: Array  # [D, 8, S] int64
+    cursor: Array  # [D, S] float64 place in the steps of the slot's request
     batch: Array  # [8, S] int64
     counts: Array  # [6] int64
     queue_next: Array  # [N] int64

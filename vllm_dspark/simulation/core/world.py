@@ -5,9 +5,11 @@ are verified), `schedule` (prefill chunks and newcomers in what is left of the t
 `complete` (time passes, drafts are judged, the drafter runs). Requests keep the order of their
 admission, as in vLLM's scheduler; a prompt's last chunk emits the first token.
 
-Which recorded step a draft pass stands for: the first one of the request's trace that starts at or
-behind the current output position. Not the one that covers it: long accepted stretches cover more
-positions, so that would prefer them (acceptance 0.5 would be read as 0.75).
+Which recorded step a draft pass stands for: a cursor runs through the steps of the request's trace,
+and a step with w drafts moves it by A_w / A_K, what w drafts give on average over what all give. So
+easy and hard stretches stay about in place, and how often a step is used does not depend on its own
+outcome. Looking it up by output position would: a refused draft keeps the position where it is, so
+refusals would be met more often than they occurred (0.54 for an acceptance of 0.6).
 """
 
 import numpy as np
@@ -56,6 +58,7 @@ from vllm_dspark.simulation.core.state import (
     QUEUE_HEAD,
     QUEUE_SIZE,
     QUEUE_TAIL,
+    R_COUNT,
     R_FIRST,
     R_OUTPUT,
     R_PROMPT,
@@ -63,9 +66,6 @@ from vllm_dspark.simulation.core.state import (
     RECORD,
     ROWS,
     RUNNING,
-    S_ACCEPTED,
-    S_LAST,
-    S_POSITION,
     SINGLE,
     STAMP,
     STARTED,
@@ -202,9 +202,9 @@ def _admit(w: World, load: Load, t: Requests, d: int) -> int:
     w.rep[d, NUM_RUNNING] += 1
     w.slot[d, INSTANCE, slot] = j
     w.slot[d, EMITTED, slot] = w.slot[d, CONTEXT, slot] = w.slot[d, STAMP, slot] = 0
+    w.cursor[d, slot] = 0.0
     r = load.trace[j]
     w.slot[d, PREFILL_LEFT, slot] = max(t.request[R_PROMPT, r], 1)
-    w.slot[d, RECORD, slot] = t.request[R_FIRST, r]
     return slot
 
 
@@ -231,7 +231,7 @@ def complete(
         slot = w.batch[PREFILLED, i]
         w.times[FIRST_MS, w.slot[d, INSTANCE, slot]] = w.clock[d]
         _emit(w, load, t, d, slot, 1)
-    _draft(w, t, d, draft)
+    _draft(w, load, t, d, draft)
     _count(w, d, n, admitted, emitted, ms, draft and sampling > 0)
     _retire(w, load, t, d)
     return ms
@@ -257,12 +257,13 @@ def _judge(w: World, load: Load, t: Requests, d: int, n: int) -> int:
     for i in range(n):
         slot = w.batch[ORDER, i]
         drafts = w.batch[TAKEN, i]
-        accepted = min(drafts, t.step[S_ACCEPTED, w.slot[d, RECORD, slot]])
+        accepted = min(drafts, t.accepted[w.slot[d, RECORD, slot]])
         left = t.request[R_OUTPUT, load.trace[w.slot[d, INSTANCE, slot]]] - w.slot[d, EMITTED, slot]
         emitted = min(accepted + 1, left)
         # Nothing is known of drafts behind the end of a request.
         w.batch[JUDGED, i] = emitted if emitted <= accepted else drafts
         w.batch[PASSED, i] = min(accepted, emitted)
+        w.cursor[d, slot] += t.advance[drafts]
         w.windows[drafts + 1] += 1
         w.totals[ACCEPTED] += w.batch[PASSED, i]
         _emit(w, load, t, d, slot, emitted)
@@ -283,7 +284,7 @@ def _emit(w: World, load: Load, t: Requests, d: int, slot: int, tokens: int):
 
 
 @inner
-def _draft(w: World, t: Requests, d: int, draft: bool):
+def _draft(w: World, load: Load, t: Requests, d: int, draft: bool):
     """The drafter runs for all requests that sampled a token."""
     step = w.rep[d, STEP]
     place = step % HISTORY
@@ -294,9 +295,8 @@ def _draft(w: World, t: Requests, d: int, draft: bool):
         if not draft or w.slot[d, PREFILL_LEFT, slot] or not w.slot[d, EMITTED, slot]:
             w.slot[d, STAMP, slot] = 0
             continue
-        j = w.slot[d, RECORD, slot]
-        while t.step[S_POSITION, j] < w.slot[d, EMITTED, slot] and not t.step[S_LAST, j]:
-            j += 1
+        r = load.trace[w.slot[d, INSTANCE, slot]]
+        j = t.request[R_FIRST, r] + int(w.cursor[d, slot]) % t.request[R_COUNT, r]
         w.slot[d, RECORD, slot] = j
         w.slot[d, STAMP, slot] = step
         w.row_owner[d, place, slot] = w.slot[d, INSTANCE, slot] + 1
