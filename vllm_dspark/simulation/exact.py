@@ -1,6 +1,9 @@
 """The simulated world around planning's own objects, as integration/conductor.py uses them."""
 
+from dataclasses import replace
+
 import numpy as np
+import numpy.typing as npt
 
 from vllm_dspark.planning.allocation import allocate
 from vllm_dspark.planning.calibration import Calibration
@@ -14,6 +17,8 @@ from vllm_dspark.planning.table import RequestTable
 from vllm_dspark.simulation.core import entry, state
 from vllm_dspark.simulation.scenario import Scenario
 from vllm_dspark.simulation.setup import Arrays, decode_mode
+
+IntArray = npt.NDArray[np.integer]
 
 _KINDS = {kind: index for index, kind in enumerate(PlanKind)}
 _REASONS = {reason: index for index, reason in enumerate(Reason)}
@@ -31,11 +36,8 @@ class RealPlanner:
         self.lag = scenario.row_lag
         width = calibration.num_positions
         replicas, slots = len(arrays.world.clock), arrays.world.batch.shape[1]
-        options = {"device_windows": self.device}
-        chosen = scenario.options
-        self.planners = [
-            Planner(CostModel(table, online=False), _with(chosen, options)) for _ in range(replicas)
-        ]
+        options = replace(scenario.options, device_windows=self.device)
+        self.planners = [Planner(CostModel(table, online=False), options) for _ in range(replicas)]
         self.tables = [
             RequestTable(
                 width,
@@ -84,7 +86,7 @@ class RealPlanner:
     def _plan(
         self,
         d: int,
-        order: np.ndarray,  # type: ignore[type-arg]
+        order: IntArray,
         drafts: int,
         kv_tokens: int,
         mixed: bool,
@@ -119,10 +121,10 @@ class RealPlanner:
     def _spread(
         self,
         d: int,
-        order: np.ndarray,  # type: ignore[type-arg]
-        slots: np.ndarray,  # type: ignore[type-arg]
+        order: IntArray,
+        slots: IntArray,
         budget: int,
-    ) -> np.ndarray:  # type: ignore[type-arg]
+    ) -> IntArray:
         """device_windows.py: the budget by the confidences of the drafts at hand."""
         w, table = self.arrays.world, self.tables[d]
         width = table.num_positions
@@ -152,7 +154,7 @@ class RealPlanner:
                 remaining=int(a.requests.request[state.R_LIMIT, request]),
             )
 
-    def _learn(self, d: int, order: np.ndarray, made_by: int) -> None:  # type: ignore[type-arg]
+    def _learn(self, d: int, order: IntArray, made_by: int) -> None:
         w, table = self.arrays.world, self.tables[d]
         n = order.size
         names = [self._names[d][slot] for slot in order.tolist()]
@@ -170,9 +172,3 @@ class RealPlanner:
         if where:
             slots = table.slots(self._names[d][slot] for slot in where)
             table.record_rows(slots, table.owners(slots), shown, w.row[d, place, where])
-
-
-def _with(options, changes):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
-    return replace(options, **changes)
