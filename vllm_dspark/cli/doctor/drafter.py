@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from vllm_dspark.cli.doctor.findings import Finding
+from vllm_dspark.cli.doctor.findings import Finding, Level
 from vllm_dspark.cli.doctor.subject import Subject
 from vllm_dspark.errors import DrafterError
 from vllm_dspark.proposer.checkpoint import check_checkpoint
-from vllm_dspark.proposer.embedded import check_stages, read_stages
+from vllm_dspark.proposer.embedded import StageSpec, check_stages, read_stages
 from vllm_dspark.proposer.inventory import INDEX, SINGLE
 from vllm_dspark.proposer.spec import DrafterSpec, TargetShape, read_spec
 
@@ -45,10 +45,11 @@ def check_method(subject: Subject) -> Iterator[Finding]:
             "leave num_speculative_tokens_per_batch_size out of --speculative-config",
         )
     if given.get("enable_adaptive_verification"):
-        level = "error" if subject.arguments.integer("tensor-parallel-size", 1) > 1 else "warning"
+        ranks = subject.arguments.integer("tensor-parallel-size", 1)
+        level: Level = "error" if ranks > 1 else "warning"
         yield Finding(
             "stock_adaptive",
-            level,  # type: ignore[arg-type]
+            level,
             "enable_adaptive_verification asks for vLLM's own scheduler of verification",
             "its budgets are made by each rank for itself (ranks that differ hang), it has no "
             "margin, and hangs on drain were reported; the plugin replaces it",
@@ -84,7 +85,7 @@ def check_drafter(subject: Subject) -> Iterator[Finding]:
     yield from _check_match(subject)
 
 
-def _read(subject: Subject):  # type: ignore[no-untyped-def]
+def _read(subject: Subject) -> DrafterSpec | StageSpec:
     if subject.is_embedded:
         return read_stages(subject.target_config, str(subject.target_folder))
     assert subject.drafter_folder is not None
@@ -172,10 +173,10 @@ def _check_match(subject: Subject) -> Iterator[Finding]:
         return
     yield Finding("drafter_tensors", "ok", "all tensors are there and of the right shape")
     for found in findings:
-        level = "warning" if found.kind == "no_confidence_head" else "info"
+        level: Level = "warning" if found.kind == "no_confidence_head" else "info"
         yield Finding(
             found.kind,
-            level,  # type: ignore[arg-type]
+            level,
             found.message,
             "windows stay full: nothing says which drafts will be accepted"
             if level == "warning"

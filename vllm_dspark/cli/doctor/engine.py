@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_dspark.cli.doctor.findings import Finding
+from vllm_dspark.cli.doctor.findings import Finding, Level
 from vllm_dspark.cli.doctor.subject import DEFAULT_BATCHED_TOKENS, Subject
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.errors import DSparkConfigError
@@ -151,10 +151,10 @@ def check_windows(subject: Subject) -> Iterator[Finding]:
     mode, reason = settle_windows(_stand_in(subject), options)
     asked = options.windows
     if mode == "native":
-        level = "warning" if asked != "auto" else "info"
+        level: Level = "warning" if asked != "auto" else "info"
         yield Finding(
             "windows",
-            level,  # type: ignore[arg-type]
+            level,
             f"windows stay full: {reason}",
             "" if asked == "auto" else f'"windows": "{asked}" cannot be had here',
             '"windows": "host"' if "not released" in reason else "",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_dspark.artifacts.store import read_admission, read_calibration, read_cost_table
-from vllm_dspark.cli.doctor.findings import Finding
+from vllm_dspark.cli.doctor.findings import Finding, Level
 from vllm_dspark.cli.doctor.subject import Subject
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.errors import ArtifactError, DSparkConfigError
@@ -212,10 +212,10 @@ def _cost_table(subject: Subject, path: Path, width: int) -> Iterator[Finding]:
         return
     differences = _differences(subject, record.fingerprint.model_dump(), width)
     if differences:
-        level = "error" if any(d.startswith("num_spec") for d in differences) else "warning"
+        level: Level = "error" if any(d.startswith("num_spec") for d in differences) else "warning"
         yield Finding(
             "cost_table",
-            level,  # type: ignore[arg-type]
+            level,
             f"{path} is of another engine: {'; '.join(differences)}",
             "prices of another machine choose wrong windows, which can be slower than none",
             "vllm-dspark profile",

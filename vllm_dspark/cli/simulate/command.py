@@ -195,9 +195,7 @@ _TITLES = ("policy", "K", "tokens/s", "AL", "window", "step ms", "TPOT ms", "TTF
 
 
 def _table(title: str, rows: Sequence[CellResult], several_gains: bool) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left"
-    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
     for name in (*_TITLES, "drafts"):
         justify = "left" if name == "policy" else "right"
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
