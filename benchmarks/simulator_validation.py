@@ -21,11 +21,11 @@ TOKENS = 48
 WIDTH = 7
 # name, speculative tokens, options of the plugin, batch sizes
 RUNS = (
-    ("ours", WIDTH, {"scheduling": "auto"}, (4, 2, 8)),
     ("fixed:7", WIDTH, {"scheduling": False}, (4, 1, 8)),
+    ("ours", WIDTH, {"scheduling": "auto"}, (4, 8)),
     ("fixed:3", 3, {"scheduling": False}, (4, 8)),
-    ("windows:4", WIDTH, {"scheduling": False, "test_windows": 4}, (4,)),
     ("off", 0, None, (4, 1)),
+    ("windows:4", WIDTH, {"scheduling": False, "test_windows": 4}, (4,)),
 )
 RECORDED = ("fixed:7", 4)
 ENVIRONMENT = {

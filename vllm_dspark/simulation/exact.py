@@ -108,7 +108,7 @@ class RealPlanner:
         if plan is None:
             stamps = np.full(order.size, stamp, dtype=np.int32)
             plan = self.planners[d].plan(facts, table.batch(slots, counts, stamps))
-        admitted = counts
+        admitted: IntArray = counts
         if plan.kind is PlanKind.TRIM and self.device:
             admitted = self._spread(d, order, slots, plan.budget)
         elif plan.windows:
