@@ -46,7 +46,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["vllm_dspark", "vllm_dspark.*"]),
-    package_data={"vllm_dspark": ["py.typed", "demo/drafter/*"]},
+    package_data={"vllm_dspark": ["py.typed", "demo/drafter/*", "demo/calibration.json"]},
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={

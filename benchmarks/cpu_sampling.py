@@ -27,7 +27,6 @@ from vllm_dspark.kernels.protocols import (
     RejectRule,
     SamplingState,
 )
-from vllm_dspark.proposer.draft import new_logits_cache
 
 VOCAB, HIDDEN, RANK, WIDTH = 49152, 576, 32, 7
 
@@ -57,7 +56,8 @@ def draft_case(rows: int, temperature: float, cached: bool) -> Callable[[], obje
         position=torch.arange(rows * WIDTH).view(rows, WIDTH),
     )
     state = SamplingState(torch.full((rows,), temperature), torch.arange(rows) * 12345678901)
-    cache = new_logits_cache(rows, WIDTH, VOCAB, torch.bfloat16, "cpu") if cached else None
+    shape = (rows, WIDTH, VOCAB)
+    cache = torch.full(shape, float("-inf"), dtype=torch.bfloat16) if cached else None
     out = DraftOutput(torch.zeros(rows, WIDTH, dtype=torch.int64), torch.zeros(rows, WIDTH), cache)
     ops = CpuDraftOps()
     return lambda: ops.sample_block(head, batch, state, out)

@@ -8,6 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.engines import ENGINE_ENVIRONMENT
+from tests.support.recorder import (  # noqa: F401 - hooks of this suite
+    pytest_addoption,
+    pytest_runtest_logreport,
+    pytest_sessionfinish,
+)
 
 os.environ.update(ENGINE_ENVIRONMENT)  # before torch and numba are imported
 # Cost tables measured by one session must not serve the next one, nor a user's engines.

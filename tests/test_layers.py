@@ -47,6 +47,7 @@ LAYERS: dict[str, Layer] = {
     "proposer": _layer(f"{BASE} planning artifacts kernels", TORCH),
     "sampling": _layer(f"{BASE} planning artifacts kernels", TORCH),
     "cpu": _layer(f"{BASE} planning artifacts kernels", TORCH | {"numba", "llvmlite", "triton"}),
+    "simulation": _layer(f"{BASE} planning artifacts", DATA_LIBRARIES | {"numba"}),
     "demo": _layer(f"{BASE} planning artifacts kernels proposer sampling cpu", None),
     "integration": _layer(
         f"{BASE} planning artifacts kernels proposer sampling cpu",
@@ -55,7 +56,7 @@ LAYERS: dict[str, Layer] = {
         | {"vllm", "triton", "numba", "transformers", "prometheus_client", "pynvml"},
     ),
     "cli": _layer(
-        f"{BASE} planning artifacts kernels proposer sampling cpu demo integration", None
+        f"{BASE} planning artifacts kernels proposer sampling cpu demo integration simulation", None
     ),
 }
 
@@ -91,7 +92,7 @@ def violations(root: Path, package: str = PACKAGE) -> list[str]:
 
 
 def _check_imports(relative: str, tree: ast.Module, package: str) -> Iterator[str]:
-    name = relative.split("/")[0].removesuffix(".py")
+    name = relative.split("/", maxsplit=1)[0].removesuffix(".py")
     layer = LAYERS.get(name)
     if layer is None:
         yield f"{relative}: layer {name!r} is not in the table of tests/test_layers.py"

@@ -33,7 +33,10 @@ def _option(default: object, description: str, allowed: str, **constraints: Any)
 def _as_path(value: object) -> object:
     """Accept a non-empty string where a path is wanted (JSON has no paths)."""
     if isinstance(value, str) and value:
-        return Path(value).expanduser()
+        try:
+            return Path(value).expanduser()
+        except RuntimeError:  # no such user: left as it is, and refused by its type
+            return value
     return value
 
 
@@ -172,6 +175,12 @@ class DSparkConfig(BaseModel):
     )
     record_outcomes: _OptionalPath = _option(
         None, "Append one JSON line per step outcome to this file (debugging, simulation).", _PATH
+    )
+    record_confidences: _OptionalPath = _option(
+        None,
+        "Append raw confidences with the outcomes of their drafts to this file (calibration, "
+        "simulation).",
+        _PATH,
     )
     test_windows: _TestWindows = _option(
         None,

@@ -40,3 +40,27 @@ class PlanError(DSparkError):
 
 class DrafterError(DSparkError, ValueError):
     """A drafter's config, weights or buffers cannot be used as they are."""
+
+
+class EngineError(DSparkError, RuntimeError):
+    """An engine that a command needs did not start, died or does not answer."""
+
+
+class InputError(DSparkError, ValueError):
+    """A file or folder that the user named holds something else than what is asked for."""
+
+
+class UntrustedError(DSparkError):
+    """A measurement ran, but its result must not be used: noise, or too little data."""
+
+
+class TraceError(InputError):
+    """A trace cannot be read, or cannot answer what is asked of it."""
+
+
+class SimulationError(DSparkError, ValueError):
+    """A simulation was asked for with settings that contradict each other."""
+
+
+class ScrapeError(DSparkError, RuntimeError):
+    """A server's metrics cannot be had."""

@@ -10,11 +10,17 @@ from vllm_dspark.integration import startup
 
 
 def config(
-    *, data: int = 1, pipeline: int = 1, lora: bool = False, full_graphs: bool = False
+    *,
+    data: int = 1,
+    pipeline: int = 1,
+    lora: bool = False,
+    full_graphs: bool = False,
+    hybrid: bool = False,
 ) -> Any:
     """The parts of a VllmConfig that the table looks at."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_size=data, pipeline_parallel_size=pipeline),
+        model_config=SimpleNamespace(is_hybrid=hybrid),
         lora_config=object() if lora else None,
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: full_graphs)
@@ -27,6 +33,7 @@ def config(
     [
         ("CPU build", True, {}, "host", "host", "device"),
         ("data parallel", True, {"data": 2}, "native", "native", "native"),
+        ("recurrent states", False, {"hybrid": True}, "native", "native", "native"),
         ("LoRA", True, {"lora": True}, "host", "host", "native"),
         ("pipeline parallel", False, {"pipeline": 2}, "host", "host", "native"),
         ("CUDA, no full graphs", False, {}, "host", "host", "native"),

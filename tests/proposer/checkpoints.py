@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_dspark.proposer.checkpoint import expected_shapes
 from vllm_dspark.proposer.spec import DrafterSpec, TargetShape, parse_spec
+from vllm_dspark.proposer.tensors import expected_shapes
 
 TARGET = TargetShape(vocab_size=50, hidden_size=16, num_layers=6)
 
@@ -75,7 +75,7 @@ def random_tensors(spec: DrafterSpec, seed: int = 0) -> dict[str, torch.Tensor]:
     return tensors
 
 
-DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
+DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.uint8: "U8"}
 
 
 def write_safetensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:

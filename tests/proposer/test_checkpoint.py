@@ -15,13 +15,15 @@ from tests.proposer.checkpoints import (
     write_safetensors,
 )
 from vllm_dspark.errors import DrafterError
-from vllm_dspark.proposer.checkpoint import (
-    check_checkpoint,
-    parameter_count,
-    read_inventory,
-    read_tensor,
-)
-from vllm_dspark.proposer.heads import head_from_checkpoint, head_from_tensors
+from vllm_dspark.proposer.checkpoint import check_checkpoint
+from vllm_dspark.proposer.heads import head_from_tensors
+from vllm_dspark.proposer.inventory import parameter_count, read_inventory, read_tensor
+
+
+def head_of(drafter, dtype=torch.float32):
+    """The head of a checked checkpoint, from the tensors in its files."""
+    tensors = {name: read_tensor(stored) for name, stored in drafter.tensors.items()}
+    return head_from_tensors(drafter.spec, tensors, "cpu", dtype, drafter.target.vocab_size)
 
 
 def checked(tmp_path, tensors, base=DEEPSPEC, shards=1, **changes):
@@ -56,7 +58,7 @@ def test_expanded_input_vocabulary_needs_an_embedding_but_no_map(tmp_path):
     del tensors["d2t"], tensors["lm_head.weight"]
     drafter = checked(tmp_path, tensors, **changes)
     assert drafter.shares_lm_head and not drafter.shares_embedding
-    assert head_from_checkpoint(drafter, "cpu", torch.float32).d2t is None
+    assert head_of(drafter).d2t is None
     del tensors["embed_tokens.weight"]
     with pytest.raises(DrafterError, match=r"missing: embed_tokens\.weight"):
         checked(tmp_path, tensors, **changes)
@@ -76,7 +78,7 @@ def test_stateful_heads(tmp_path, kind):
     spec = spec_of(markov_head_type=kind)
     tensors = random_tensors(spec)
     drafter = checked(tmp_path, tensors, markov_head_type=kind)
-    head = head_from_checkpoint(drafter, "cpu", torch.float32)
+    head = head_of(drafter)
     stem = "gate_proj" if kind == "gated" else "joint_proj"
     assert head.markov.kind == kind
     assert torch.equal(head.markov.proj_bias, tensors[f"markov_head.{stem}.bias"].float())
@@ -90,13 +92,13 @@ def test_missing_confidence_head_is_a_finding_not_an_error(tmp_path):
     drafter = checked(tmp_path, tensors)
     assert [f.kind for f in drafter.findings] == ["no_confidence_head"]
     assert "promises one that the file lacks" in drafter.findings[0].message
-    assert head_from_checkpoint(drafter, "cpu", torch.bfloat16).confidence is None
+    assert head_of(drafter, torch.bfloat16).confidence is None
 
 
 def test_unknown_layers_are_a_finding(tmp_path):
-    spec = spec_of(architectures=["Gemma4DSparkModel"])
+    spec = spec_of(architectures=["K3DSparkModel"])
     tensors = {**random_tensors(spec), "layers.0.layer_scalar": torch.ones(1)}
-    drafter = checked(tmp_path, tensors, architectures=["Gemma4DSparkModel"])
+    drafter = checked(tmp_path, tensors, architectures=["K3DSparkModel"])
     assert [f.kind for f in drafter.findings] == ["layers_unchecked"]
 
 

@@ -73,7 +73,7 @@ def test_without_heads():
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads = 3"),
         ({"layer_types": ["full_attention"]}, "must name num_hidden_layers = 2 layers"),
         ({"final_logit_softcapping": -1.0}, "must be a positive number"),
-        ({"dspark_block_size": 5}, "embedded in the target"),
+        ({"dspark_block_size": 5}, "embedded in its target"),
         ({"sample_from_anchor": False, "block_size": 1}, "leaves no token to draft"),
     ],
 )  # fmt: skip

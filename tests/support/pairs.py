@@ -61,15 +61,21 @@ class Pair:
     spec: PairSpec
 
 
-def build_pair(folder: Path, spec: PairSpec = PairSpec()) -> Pair:  # noqa: B008 - frozen
+def build_pair(folder: Path, spec: PairSpec = PairSpec()) -> Pair:
     """Write target and drafter below `folder` (reused when already written with this spec)."""
     pair = Pair(folder / "target", folder / "drafter", spec)
     generator = torch.Generator().manual_seed(spec.seed)
     target = _target_weights(spec, generator)
     _write(pair.target, _target_config(spec), target)
-    _write_tokenizer(pair.target, spec)
+    write_tokenizer(pair.target, spec)
     _write(pair.drafter, drafter_config(spec), _drafter_weights(spec, target, generator))
     return pair
+
+
+def write_drafter(folder: Path, spec: PairSpec, target: dict[str, torch.Tensor]) -> None:
+    """Write a drafter for a target whose input embedding and lm_head `target` holds."""
+    generator = torch.Generator().manual_seed(spec.seed + 1)
+    _write(folder, drafter_config(spec), _drafter_weights(spec, target, generator))
 
 
 def _write(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> None:
@@ -234,7 +240,7 @@ def _markov_weights(
     return weights
 
 
-def _write_tokenizer(folder: Path, spec: PairSpec) -> None:
+def write_tokenizer(folder: Path, spec: PairSpec) -> None:
     """Byte-level tokenizer without merges: token i (< symbols) is one byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -16,6 +16,7 @@ MODEL_FIELDS = (
     "quantization",
     "dtype",
     "num_speculative_tokens",
+    "acceptance_rule",
 )
 
 
@@ -42,6 +43,8 @@ class Fingerprint(BaseModel):
     pipeline_parallel: int = Field(ge=1)
     attention_backend: str = Field(min_length=1)
     num_speculative_tokens: int = Field(ge=1)  # K
+    # Which drafts are accepted: vLLM's rejection_sample_method/draft_sample_method.
+    acceptance_rule: str = "standard/greedy"
     ladder: tuple[int, ...] = Field(strict=False)  # captured sizes; empty when eager
 
     def digest(self, fields: Iterable[str] | None = None) -> str:

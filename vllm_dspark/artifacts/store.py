@@ -163,7 +163,7 @@ def _read(path: Path) -> dict[str, object]:
         obj = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArtifactError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # also invalid UTF-8
+    except (ValueError, RecursionError) as error:  # also invalid UTF-8, and absurd nesting
         raise ArtifactError(f"{path} is not JSON: {error}") from error
     if not isinstance(obj, dict):
         raise ArtifactError(f"{path} holds a {type(obj).__name__}, not a JSON object")

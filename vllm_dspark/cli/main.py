@@ -1,19 +1,22 @@
 """The `vllm-dspark` command.
 
-Exit codes: 0 done; 1 it ran and failed (a server died, outputs differ); 2 wrong usage.
-`serve` has the exit codes of `vllm serve`.
+Exit codes: see exits.py. `serve` has the exit codes of `vllm serve`.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-EXIT_FAILED, EXIT_USAGE = 1, 2
+from vllm_dspark.cli import measuring_commands as measuring
+from vllm_dspark.cli.doctor import cli as doctor_cli
+from vllm_dspark.cli.exits import EXIT_USAGE, fail
+from vllm_dspark.cli.simulate import cli as simulate_cli
+from vllm_dspark.cli.top import cli as top_cli
 
 app = typer.Typer(
     name="vllm-dspark",
@@ -23,11 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def _fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
-    typer.echo(f"vllm-dspark: error: {message}", err=True)
-    raise typer.Exit(code)
 
 
 @app.command(
@@ -67,11 +65,11 @@ def demo(
     from vllm_dspark.demo.target import TargetError
 
     if dtype not in ("bfloat16", "float32"):
-        _fail(f"--dtype {dtype!r}: choose bfloat16 or float32", EXIT_USAGE)
+        fail(f"--dtype {dtype!r}: choose bfloat16 or float32", EXIT_USAGE)
     if drafter is not None and not (drafter / "config.json").is_file():
-        _fail(f"--drafter {drafter}: there is no config.json in it", EXIT_USAGE)
+        fail(f"--drafter {drafter}: there is no config.json in it", EXIT_USAGE)
     if not has_vllm():
-        _fail(INSTALL_HINT)
+        fail(INSTALL_HINT)
     options = command.DemoOptions(
         dtype=dtype,
         prompts=prompts,
@@ -86,11 +84,11 @@ def demo(
     try:
         report = command.run_demo(options, Console())
     except (TargetError, ServerError, OSError) as error:
-        _fail(str(error))
+        fail(str(error))
     if json_file is not None:
         report.write(json_file)
     if not report.identity.holds:
-        _fail("greedy outputs differ from those without speculation")
+        fail("greedy outputs differ from those without speculation")
 
 
 class _PassThrough(TyperCommand):
@@ -113,7 +111,7 @@ def serve(context: typer.Context) -> None:
     from vllm_dspark.cli.serve import INSTALL_HINT, has_vllm, replace_process
 
     if not has_vllm():
-        _fail(INSTALL_HINT)
+        fail(INSTALL_HINT)
     replace_process(context.args)
 
 
@@ -130,6 +128,15 @@ def version(
         return
     for name, number in found.items():
         typer.echo(f"{name} {number or 'not installed'}")
+
+
+app.command(epilog=measuring.PROFILE_EXAMPLE, **measuring.FORWARDING)(measuring.profile)
+app.command(epilog=measuring.CALIBRATE_EXAMPLE, **measuring.FORWARDING)(measuring.calibrate)
+app.command(epilog=measuring.PLOT_EXAMPLE)(measuring.plot)
+
+app.command(epilog=doctor_cli.EPILOG, context_settings=doctor_cli.SETTINGS)(doctor_cli.doctor)
+app.command(epilog=simulate_cli.EPILOG)(simulate_cli.simulate)
+app.command(epilog=top_cli.EPILOG)(top_cli.top)
 
 
 if __name__ == "__main__":

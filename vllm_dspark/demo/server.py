@@ -15,6 +15,7 @@ from types import TracebackType
 
 from vllm_dspark.config import process_environment
 from vllm_dspark.demo.client import MODEL, Client, ServerError
+from vllm_dspark.demo.target import calibration_path
 
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 30.0
@@ -70,13 +71,17 @@ def serve_command(spec: EngineSpec, settings: ServeSettings, socket_path: Path) 
     command += ["--kv-cache-memory-bytes", str(settings.kv_cache_bytes)]
     command += settings.extra_arguments
     if spec.drafter is not None:
+        # Defaults throughout, but step costs are measured by this run: those that an earlier one
+        # left in the user's cache may come from a busier machine.
+        options = {"cache_dir": str(socket_path.parent / "artifacts")}
+        calibration = calibration_path(spec.drafter, settings.num_speculative_tokens)
+        if calibration is not None:
+            options["calibration"] = str(calibration)
         speculative = {
             "method": "dspark",
             "model": str(spec.drafter),
             "num_speculative_tokens": settings.num_speculative_tokens,
-            # Defaults throughout, but step costs are measured by this run: those that an earlier
-            # one left in the user's cache may come from a busier machine.
-            "dspark": {"cache_dir": str(socket_path.parent / "artifacts")},
+            "dspark": options,
         }
         command += ["--speculative-config", json.dumps(speculative)]
     return command

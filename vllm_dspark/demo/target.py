@@ -75,6 +75,16 @@ def drafter_path() -> Path:
     return folder
 
 
+def calibration_path(drafter: Path, num_speculative_tokens: int) -> Path | None:
+    """The packaged calibration, if it is about this drafter and this many drafts."""
+    path = Path(__file__).resolve().parent / "calibration.json"
+    packaged = drafter.resolve() == path.parent / "drafter"
+    if not packaged or not path.is_file():
+        return None
+    fitted = len(json.loads(path.read_text(encoding="utf-8"))["greedy"])
+    return path if fitted == num_speculative_tokens else None
+
+
 def ensure_target(
     cache_dir: Path | None = None, dtype: str = "bfloat16", source: Path | None = None
 ) -> Path:

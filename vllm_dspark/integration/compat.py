@@ -78,9 +78,7 @@ def _create(
     if not named:  # vLLM recognised the drafter by itself
         checked = preflight.check_request(args, target_model)
         args.speculative_config = given
-    if checked is not None and not checked.has_confidence_head:
-        # What the weights lack counts, whatever the config promises: windows stay full.
-        speculative.draft_model_config.hf_config.enable_confidence_head = False
+    preflight.adjust(checked, speculative, target_model)
     settle.settle(args, target_model, target_parallel, speculative, options or DSparkConfig())
     return speculative
 

@@ -17,6 +17,7 @@ from vllm_dspark.artifacts.schema import CostTableRecord
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.metrics_totals import RowTotals, StepTimes
 from vllm_dspark.integration.outcomes import StepOutcomes
+from vllm_dspark.integration.recording import PairRecorder
 from vllm_dspark.integration.report import StepOrder, StepReport
 from vllm_dspark.planning.cost import CostTable, StepMode
 from vllm_dspark.planning.facts import StepFacts
@@ -66,6 +67,8 @@ class Conductor:
         self._reserved = np.zeros(0, dtype=np.bool_)  # by slot: keeps its full window
         self._generation: dict[str, int] = {}
         self._num_arrived = 0
+        path = options.record_confidences
+        self._recorder = PairRecorder(path, table.num_positions) if path is not None else None
         if resolution.scheduling and resolution.cost_table is not None:
             self._start_planning(resolution.cost_table)
         elif options.test_windows is not None:
@@ -156,6 +159,8 @@ class Conductor:
         for request_id in finished:
             self.table.remove(request_id)
             self._generation.pop(request_id, None)
+            if self._recorder is not None:
+                self._recorder.remove_request(request_id)
         for request_id in preempted:
             self.table.remove(request_id)
             self._generation[request_id] = self._generation.get(request_id, 0) + 1
@@ -167,10 +172,13 @@ class Conductor:
         self._draft_stamp[slots] = self.step_id if draft_next else 0
 
     def _add(self, request: Any) -> None:
+        sampled, untouched = _is_sampled(request), is_untouched(request)
+        if self._recorder is not None:
+            self._recorder.add_request(request.request_id, sampled=sampled, untouched=untouched)
         slot = self.table.add(
             request.request_id,
-            sampled=_is_sampled(request),
-            untouched=is_untouched(request),
+            sampled=sampled,
+            untouched=untouched,
             remaining=max(0, request.max_tokens - request.num_output_tokens),
             generation=self._generation.get(request.request_id, 0),
         )
@@ -178,7 +186,7 @@ class Conductor:
         self._draft_stamp[slot] = 0
         # The noise of a seeded request is keyed by position and draft column: its tokens repeat
         # only if its windows do, so they stay full whatever the load.
-        self._reserved[slot] = _is_sampled(request) and request.sampling_params.seed is not None
+        self._reserved[slot] = sampled and request.sampling_params.seed is not None
         self._num_arrived += 1
 
     def _stamps(self, slots: npt.NDArray[np.int64]) -> IntArray:
@@ -198,6 +206,8 @@ class Conductor:
 
     def learn(self, report: StepReport | None, outcomes: StepOutcomes | None) -> None:
         """Take in outcomes, rows and times of a step that has come back."""
+        if self._recorder is not None:
+            self._recorder.record(self.step_id, report, outcomes)
         # Outcomes before rows: on a CPU a report brings the rows of the pass after the judged one,
         # which would overwrite the rows that these outcomes are about.
         if outcomes is not None:
@@ -212,6 +222,11 @@ class Conductor:
                 for timing in report.timings:
                     self.times.add(timing, self.planner.cost)
                     self.planner.cost.observe(timing)
+
+    def close(self) -> None:
+        """Close what is being recorded."""
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _take_outcomes(self, outcomes: StepOutcomes) -> None:
         # Nothing is known of drafts behind a stop: to the learner they were never verified.

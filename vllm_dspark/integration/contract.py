@@ -155,6 +155,29 @@ CONTRACT: tuple[Symbol, ...] = (
 )
 
 
+_V4 = "models/deepseek_v4/nvidia/dspark.py"
+_V41 = "models/deepseek_v41/nvidia/dspark.py"
+
+# What only drafters embedded in DeepSeek-V4 and V4.1 need; broken, it costs them their confidences.
+EMBEDDED_CONTRACT: tuple[Symbol, ...] = (
+    Symbol(_V4, "DSparkDeepseekV4Model", fields=("markov_head", "confidence_head")),
+    Symbol(_V4, "DSparkDeepseekV4ForCausalLM", fields=("logits_processor", "model")),
+    Symbol(_V4, "DSparkDeepseekV4ForCausalLM.compute_draft_logits", params=("hidden_states",)),
+    Symbol(_V41, "DSparkDeepseekV4Model", fields=("markov_head", "confidence_head")),
+    Symbol(_V41, "DSparkDeepseekV4ForCausalLM.compute_draft_logits", params=("hidden_states",)),
+    Symbol(
+        "model_executor/models/qwen3_dspark.py",
+        "DSparkMarkovHead",
+        fields=("markov_w1", "markov_w2"),
+    ),
+    Symbol(
+        "model_executor/models/qwen3_dspark.py",
+        "DSparkConfidenceHead",
+        fields=("with_markov", "proj"),
+    ),
+)
+
+
 def installed_source(path: str) -> str:
     """Text of a file of the installed vllm package, found without importing it."""
     return (_package_root() / path).read_text(encoding="utf-8")

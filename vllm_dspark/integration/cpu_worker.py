@@ -5,9 +5,10 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_dspark.integration.carrier import options_of
+from vllm_dspark.integration.remote import MeasuringWorker
 
 
-class DSparkCPUWorker(CPUWorker):
+class DSparkCPUWorker(MeasuringWorker, CPUWorker):
     """`CPUWorker` whose V2 runner launches no interpreted Triton kernel.
 
     The CPU worker builds its runner inside `init_device`, so ours replaces it right after.

@@ -5,9 +5,10 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_dspark.integration.carrier import options_of
+from vllm_dspark.integration.remote import MeasuringWorker
 
 
-class DSparkGPUWorker(Worker):
+class DSparkGPUWorker(MeasuringWorker, Worker):
     """`Worker` that builds our V2 runner."""
 
     def _make_model_runner(self) -> Any:

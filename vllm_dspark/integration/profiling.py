@@ -15,13 +15,18 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_dspark.errors import CostTableError
+from vllm_dspark.integration.startup import settle_windows
 from vllm_dspark.kernels.protocols import RejectBatch, SamplingState
+from vllm_dspark.planning.allocation import allocate
 from vllm_dspark.planning.cost import CostTable, StepMode, StepShape, StepTiming, build_cost_table
+from vllm_dspark.planning.measuring import Cell
+from vllm_dspark.planning.survival import survival
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
 _REPEATS = 3
 _WARMUP = 1
+_ALLOCATION_REPEATS = 50
 # Median over sizes of spread over median: a quiet two-core machine shows 1 to 5 %.
 _MAX_SCATTER = 0.15
 
@@ -49,6 +54,52 @@ def profile_cpu(runner: Any, budget_s: float = 10.0) -> CostTable:
         for kv_tokens in nodes:
             samples += _measure(runner, requests, tokens, kv_tokens)
     return _trusted(samples, width)
+
+
+class CpuProfiler:
+    """Measures for `vllm-dspark profile`, step by step; a GPU has a twin with these methods."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    @torch.inference_mode()
+    def cells(self, *, full: bool) -> list[Cell]:
+        """Kinds of step, ascending, each run once so that it is warm.
+
+        full: three KV nodes instead of two, and request counts between the powers of two.
+        """
+        runner = self._runner
+        width = runner.num_speculative_steps
+        nodes = _kv_nodes(runner.max_model_len, width)
+        shapes = list(_shapes(runner, width))
+        if full:
+            nodes = tuple(sorted({*nodes, (nodes[0] + nodes[-1]) // 2}))
+            limit = min(runner.max_num_reqs * (width + 1), runner.max_num_tokens)
+            between = [3 * 2**n for n in range(16)]
+            more = [(r, r * (width + 1)) for r in between if r * (width + 1) <= limit]
+            shapes = sorted({*shapes, *more}, key=lambda shape: shape[1])
+        for requests, tokens in shapes:
+            measure_once(runner, requests, tokens, nodes[0])
+        return [Cell(tokens, kv, requests) for requests, tokens in shapes for kv in nodes]
+
+    def measure(self, cell: Cell) -> StepTiming:
+        """One sample of a cell."""
+        return measure_once(self._runner, cell.num_requests, cell.num_tokens, cell.kv_tokens)
+
+    def allocation_ms(self) -> float:
+        """Time of ranking and handing out half of all drafts of a full batch; 0 on the host."""
+        runner = self._runner
+        if settle_windows(runner.vllm_config, runner.dspark_options)[0] != "device":
+            return 0.0
+        width, requests = runner.num_speculative_steps, runner.max_num_reqs
+        confidence = np.random.default_rng(0).random((width, requests), dtype=np.float32)
+        capacity = np.full(requests, width, dtype=np.int32)
+        times = []
+        for _ in range(_ALLOCATION_REPEATS):
+            started = time.perf_counter()
+            allocate(survival(confidence), capacity, np.zeros_like(capacity), requests * width // 2)
+            times.append((time.perf_counter() - started) * 1e3)
+        return float(np.median(times))
 
 
 def _trusted(samples: list[StepTiming], width: int) -> CostTable:
@@ -95,25 +146,25 @@ def _kv_nodes(max_model_len: int, width: int) -> tuple[int, ...]:
 
 
 def _measure(runner: Any, requests: int, tokens: int, kv_tokens: int) -> list[StepTiming]:
-    timings = []
-    for repeat in range(_WARMUP + _REPEATS):
-        forward_ms, state = _forward(runner, requests, tokens, max(1, kv_tokens // requests))
-        started = time.perf_counter()
-        _draft(runner, state)
-        draft_ms = (time.perf_counter() - started) * 1e3
-        if repeat >= _WARMUP:
-            timings.append(
-                StepTiming(
-                    StepMode.EAGER,
-                    StepShape.RAGGED,
-                    num_requests=requests,
-                    num_tokens=tokens,
-                    kv_tokens=kv_tokens,
-                    forward_ms=forward_ms,
-                    draft_ms=draft_ms,
-                )
-            )
-    return timings
+    timings = [measure_once(runner, requests, tokens, kv_tokens) for _ in range(_WARMUP + _REPEATS)]
+    return timings[_WARMUP:]
+
+
+def measure_once(runner: Any, requests: int, tokens: int, kv_tokens: int) -> StepTiming:
+    """Time one target step and the draft pass after it."""
+    forward_ms, state = _forward(runner, requests, tokens, max(1, kv_tokens // requests))
+    started = time.perf_counter()
+    _draft(runner, state)
+    draft_ms = (time.perf_counter() - started) * 1e3
+    return StepTiming(
+        StepMode.EAGER,
+        StepShape.RAGGED,
+        num_requests=requests,
+        num_tokens=tokens,
+        kv_tokens=kv_tokens,
+        forward_ms=forward_ms,
+        draft_ms=draft_ms,
+    )
 
 
 def _forward(runner: Any, requests: int, tokens: int, context: int) -> tuple[float, Any]:

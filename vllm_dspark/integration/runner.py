@@ -18,7 +18,8 @@ from vllm_dspark.errors import CostTableError
 from vllm_dspark.integration.backends import reject_ops
 from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.device_windows import DeviceWindows
-from vllm_dspark.integration.profiling import profile_cpu
+from vllm_dspark.integration.preflight import require_hidden_states
+from vllm_dspark.integration.profiling import CpuProfiler, profile_cpu
 from vllm_dspark.integration.rejection import replace_rejection_sampler
 from vllm_dspark.integration.report import StepOrder, attach_report, order_of
 from vllm_dspark.integration.reporting import StepReporter
@@ -63,6 +64,8 @@ class DSparkRunnerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's load, then our rejection sampler in place of its own."""
+        if self.speculative_config is not None:
+            require_hidden_states(self.vllm_config.model_config)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self.rejection_sampler is not None:
             self.rejection_sampler = replace_rejection_sampler(
@@ -128,6 +131,10 @@ class DSparkRunnerMixin:
         """Measured step times of this engine; raises CostTableError if they cannot be trusted."""
         raise NotImplementedError
 
+    def step_profiler(self) -> Any:
+        """What `vllm-dspark profile` measures with (profiling.CpuProfiler's methods)."""
+        raise CostTableError("incomplete", "`profile` has no way to measure on this device yet")
+
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's step; keeps the engine core's order for the draft pass that follows."""
         self._order = order_of(scheduler_output)
@@ -192,3 +199,6 @@ if current_platform.is_cpu():
         def profile_costs(self) -> CostTable:
             table: CostTable = profile_cpu(self)
             return table
+
+        def step_profiler(self) -> CpuProfiler:
+            return CpuProfiler(self)

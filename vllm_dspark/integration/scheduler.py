@@ -149,6 +149,7 @@ class DSparkSchedulerMixin:
         """vLLM's shutdown, then the outcome log and the metrics are closed."""
         super().shutdown()  # type: ignore[misc]
         self.dspark_metrics.close()
+        self.conductor.close()
         if self._outcome_log is not None:
             self._outcome_log.close()
 

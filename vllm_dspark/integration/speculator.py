@@ -15,7 +15,9 @@ from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
 
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.backends import draft_ops
+from vllm_dspark.integration.contract import EMBEDDED_CONTRACT, violations
 from vllm_dspark.integration.models import drafter_architecture, register_drafters
+from vllm_dspark.integration.models.foreign import head_of_model
 from vllm_dspark.kernels.protocols import (
     DraftBatch,
     DraftHead,
@@ -23,6 +25,7 @@ from vllm_dspark.kernels.protocols import (
     DraftOutput,
     SamplingState,
 )
+from vllm_dspark.proposer.embedded import MODEL_TYPES as EMBEDDED_MODEL_TYPES
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -68,29 +71,55 @@ class DSparkProposer(StockSpeculator):
         stock = list(config.architectures)
         ours = drafter_architecture(stock)
         if ours is None:
-            logger.warning(
-                "vllm-dspark: no own drafter for architectures %s: vLLM's class and sequential "
-                "sampling serve it, without confidences",
-                stock,
-            )
-            model: torch.nn.Module = super().load_draft_model(target_model, target_attn_layer_names)
-            return model
+            return self._load_stock(target_model, target_attn_layer_names)
         register_drafters()
         config.architectures = [ours]
         try:
-            model = load_dspark_model(target_model, self.vllm_config)
+            model: torch.nn.Module = load_dspark_model(target_model, self.vllm_config)
         finally:
             config.architectures = stock
-        self.draft_head = model.draft_head
+        self._use_head(model.draft_head)
+        return model
+
+    def _load_stock(
+        self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
+    ) -> torch.nn.Module:
+        """vLLM's own class; with our heads where it keeps plain weights of theirs."""
+        model: torch.nn.Module = super().load_draft_model(target_model, target_attn_layer_names)
+        config = self.draft_model_config.hf_config
+        head, why = None, "its heads are not known here"
+        if config.model_type in EMBEDDED_MODEL_TYPES:
+            broken = violations(contract=EMBEDDED_CONTRACT)
+            why = "; ".join(broken)
+            if not broken:
+                head, why = head_of_model(model, self._draft_vocab, self.vocab_size)
+        if head is None:
+            logger.warning(
+                "vllm-dspark: vLLM's class and sequential sampling serve the drafter %s, without "
+                "confidences: %s",
+                list(config.architectures),
+                why,
+            )
+        else:
+            self._use_head(head)
+        return model
+
+    @property
+    def _draft_vocab(self) -> int:
+        config = self.draft_model_config.hf_config
+        return int(getattr(config, "draft_vocab_size", None) or config.vocab_size)
+
+    def _use_head(self, head: DraftHead) -> None:
+        """Draft with this head from now on."""
+        self.draft_head = head
         self.ops = draft_ops(
             self.options,
-            model.draft_head,
+            head,
             max_requests=self.max_num_reqs,
             width=self.num_speculative_steps,
-            draft_vocab=config.draft_vocab_size,
+            draft_vocab=self._draft_vocab,
             device=self.device,
         )
-        return model
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """vLLM's, but the reference cannot be captured: it looks at values on the host."""

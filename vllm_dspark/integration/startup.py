@@ -53,14 +53,20 @@ def settle_windows(vllm_config: Any, options: DSparkConfig) -> tuple[WindowMode,
     |------------------------------------------|--------|------|-------------------------------|
     | CPU build                                | host   | host | device                        |
     | data parallel                            | native | native | native                      |
+    | target with recurrent states (CUDA)      | native | native | native: not shown to be right |
     | LoRA, or pipeline parallel               | host   | host | native: lengths must be known |
     | CUDA, eager or piecewise graphs          | host   | host | native: nothing to gain       |
     | CUDA, full graphs                        | native | host | native: not measured yet      |
     """
     wish = options.windows
     parallel = vllm_config.parallel_config
+    always_full = ""
     if parallel.data_parallel_size > 1:
-        return "native", f"data_parallel_size = {parallel.data_parallel_size}: ranks cannot agree"
+        always_full = f"data_parallel_size = {parallel.data_parallel_size}: ranks cannot agree"
+    elif vllm_config.model_config.is_hybrid:
+        always_full = "recurrent states of the target were not tested with trimmed windows"
+    if always_full:
+        return "native", always_full
     host_lengths = ""
     if vllm_config.lora_config is not None:
         host_lengths = "LoRA needs lengths that the host knows"
@@ -90,7 +96,8 @@ def require_schedulable(reason: str, options: DSparkConfig) -> None:
 def live_fingerprint(vllm_config: Any) -> Fingerprint:
     """Identity of this engine for artifacts; equal in every process of the engine."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    draft = vllm_config.speculative_config.draft_model_config
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config
     compilation = vllm_config.compilation_config
     backend = vllm_config.attention_config.backend
     return Fingerprint(
@@ -111,9 +118,28 @@ def live_fingerprint(vllm_config: Any) -> Fingerprint:
         data_parallel=parallel.data_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
         attention_backend=backend.name if backend is not None else "default",
-        num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+        num_speculative_tokens=speculative.num_speculative_tokens,
+        acceptance_rule=f"{speculative.rejection_sample_method}/{speculative.draft_sample_method}",
         ladder=tuple(sorted(compilation.cudagraph_capture_sizes or ())),
     )
+
+
+def describe_config(vllm_config: Any, options: DSparkConfig) -> dict[str, Any]:
+    """Identity of an engine as JSON values, for the measuring commands.
+
+    unused_because: why an engine of this config would not use a cost table, or "".
+    """
+    mode, why = settle_windows(vllm_config, options)
+    speculative = vllm_config.speculative_config
+    return {
+        "fingerprint": live_fingerprint(vllm_config).model_dump(mode="json"),
+        "cache_dir": str(options.resolved_cache_dir().absolute()),
+        "windows": mode,
+        "unused_because": unsupported(vllm_config) or (why if mode == "native" else ""),
+        "num_speculative_tokens": speculative.num_speculative_tokens,
+        "model": str(vllm_config.model_config.model),
+        "drafter": str(speculative.draft_model_config.model),
+    }
 
 
 def _config_hash(model_config: Any) -> str:

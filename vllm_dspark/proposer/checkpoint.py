@@ -5,52 +5,23 @@ here every missing, unexpected or misshapen tensor is named, all of them in one 
 merely worth knowing (no confidence head in the file although the config has one) is a `Finding`.
 """
 
-import json
-import math
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from vllm_dspark.errors import DrafterError
+from vllm_dspark.proposer.inventory import FLOATS, StoredTensor, listed, read_inventory
 from vllm_dspark.proposer.spec import DrafterSpec, TargetShape
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-# Far above any real header; a corrupt length must not make us read gigabytes.
-MAX_HEADER_BYTES = 100 * 1024 * 1024
-# Training-only tensors that exporters leave in the file.
-IGNORED = ("t2d", "mask_embedding")
-# Architectures whose decoder layers follow Qwen3's names.
-QWEN_LAYERS = ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel")
-# Names listed before an error is cut short.
-MAX_NAMED = 12
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-}
+from vllm_dspark.proposer.tensors import (
+    IGNORED,
+    Shape,
+    expected_shapes,
+    layers_are_known,
+    linear_layers,
+)
 
 FindingKind = Literal["no_confidence_head", "layers_unchecked"]
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as its file's header describes it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    file: Path
-    # byte range in the file
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -85,125 +56,7 @@ class CheckedDrafter:
     @property
     def shares_lm_head(self) -> bool:
         """Whether the target's output projection is used."""
-        return not self.has("lm_head.weight")
-
-
-def read_inventory(folder: str | Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint folder, from a single file or the shards of an index."""
-    folder = Path(folder)
-    if (folder / INDEX).is_file():
-        weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        inventory: dict[str, StoredTensor] = {}
-        for shard in sorted(set(weight_map.values())):
-            inventory.update(_read_header(folder / shard))
-        absent = [name for name in weight_map if name not in inventory]
-        if absent:
-            raise DrafterError(
-                f"{folder / INDEX} lists tensors that its shards lack: {_listed(absent)}: "
-                "fetch the checkpoint again"
-            )
-        return inventory
-    if (folder / SINGLE).is_file():
-        return _read_header(folder / SINGLE)
-    raise DrafterError(
-        f"{folder} holds neither {SINGLE} nor {INDEX}: give a safetensors checkpoint "
-        "(convert a pytorch_model.bin first)"
-    )
-
-
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    if not file.is_file():
-        raise DrafterError(f"{file} does not exist: fetch the checkpoint again")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
-            raise DrafterError(
-                f"{file} is not a safetensors file (its header claims {length} of {size} bytes): "
-                "it is truncated or a Git LFS pointer; fetch it again"
-            )
-        header = json.loads(stream.read(length))
-    inventory = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        start, stop = (8 + length + offset for offset in entry["data_offsets"])
-        if stop > size:
-            raise DrafterError(
-                f"{file} ends at byte {size}, before the end of {name} at {stop}: "
-                "the download is incomplete; fetch it again"
-            )
-        inventory[name] = StoredTensor(tuple(entry["shape"]), entry["dtype"], file, start, stop)
-    return inventory
-
-
-def read_tensor(stored: StoredTensor) -> torch.Tensor:
-    """Load one tensor to the CPU, in its stored dtype."""
-    if stored.dtype not in DTYPES:
-        raise DrafterError(
-            f"{stored.file}: a tensor has dtype {stored.dtype}: this reader knows "
-            f"{', '.join(DTYPES)}; quantised head weights are not supported"
-        )
-    with stored.file.open("rb") as stream:
-        stream.seek(stored.start)
-        raw = bytearray(stream.read(stored.stop - stored.start))
-    flat = torch.frombuffer(raw, dtype=DTYPES[stored.dtype]) if raw else torch.empty(0)
-    return flat.view(stored.shape)
-
-
-def expected_shapes(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the config promises, shared ones included."""
-    h, r = spec.hidden_size, spec.markov_rank
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (spec.vocab_size, h),
-        "lm_head.weight": (spec.draft_vocab_size, h),
-        "fc.weight": (h, len(spec.target_layer_ids) * spec.target_hidden_size),
-        "hidden_norm.weight": (h,),
-        "norm.weight": (h,),
-    }
-    if r:
-        shapes["markov_head.markov_w1.weight"] = (spec.vocab_size, r)
-        shapes["markov_head.markov_w2.weight"] = (spec.draft_vocab_size, r)
-    if spec.markov_kind == "gated":
-        shapes["markov_head.gate_proj.weight"] = (r, h + r)
-        shapes["markov_head.gate_proj.bias"] = (r,)
-    if spec.markov_kind == "rnn":
-        shapes["markov_head.joint_proj.weight"] = (3 * r, 2 * r + h)
-        shapes["markov_head.joint_proj.bias"] = (3 * r,)
-    if spec.has_confidence:
-        shapes["confidence_head.proj.weight"] = (1, spec.confidence_width)
-        shapes["confidence_head.proj.bias"] = (1,)
-    if spec.draft_vocab_size < spec.vocab_size:
-        shapes["d2t"] = (spec.draft_vocab_size,)
-    if spec.architecture in QWEN_LAYERS:
-        for layer in range(spec.num_layers):
-            shapes.update(_layer_shapes(spec, f"layers.{layer}."))
-    return shapes
-
-
-def _layer_shapes(spec: DrafterSpec, prefix: str) -> dict[str, tuple[int, ...]]:
-    h, f = spec.hidden_size, spec.intermediate_size
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention: dict[str, tuple[int, ...]] = {
-        "q_proj.weight": (q, h),
-        "k_proj.weight": (kv, h),
-        "v_proj.weight": (kv, h),
-        "o_proj.weight": (h, q),
-        "q_norm.weight": (spec.head_dim,),
-        "k_norm.weight": (spec.head_dim,),
-    }
-    if spec.attention_bias:
-        attention.update(
-            {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,), "o_proj.bias": (h,)}
-        )
-    shapes = {f"{prefix}self_attn.{name}": shape for name, shape in attention.items()}
-    shapes[f"{prefix}mlp.gate_proj.weight"] = (f, h)
-    shapes[f"{prefix}mlp.up_proj.weight"] = (f, h)
-    shapes[f"{prefix}mlp.down_proj.weight"] = (h, f)
-    shapes[f"{prefix}input_layernorm.weight"] = (h,)
-    shapes[f"{prefix}post_attention_layernorm.weight"] = (h,)
-    return shapes
+        return not self.has("lm_head.weight") and not self.has("lm_head.weight_packed")
 
 
 def _optional(spec: DrafterSpec, target: TargetShape) -> set[str]:
@@ -216,48 +69,109 @@ def _optional(spec: DrafterSpec, target: TargetShape) -> set[str]:
         optional.add("embed_tokens.weight")
     if spec.draft_vocab_size == target.vocab_size and same_width:
         optional.add("lm_head.weight")
+    if spec.tied and spec.draft_vocab_size == spec.vocab_size:
+        optional.add("lm_head.weight")  # the drafter's own embedding serves, if it has one
+    optional.update(f"layers.{i}.layer_scalar" for i in range(spec.num_layers))  # 1 unless saved
     return optional
 
 
 def check_checkpoint(folder: str | Path, spec: DrafterSpec, target: TargetShape) -> CheckedDrafter:
     """Refuse a checkpoint that is not exactly what its config and the target need."""
     spec.check_target(target)
-    tensors = read_inventory(folder)
+    return check_tensors(read_inventory(folder), spec, target, str(folder))
+
+
+def check_tensors(
+    tensors: dict[str, StoredTensor], spec: DrafterSpec, target: TargetShape, where: str
+) -> CheckedDrafter:
+    """The same for an inventory that is already read."""
     shapes = expected_shapes(spec)
     optional = _optional(spec, target)
-    layers_checked = spec.architecture in QWEN_LAYERS
+    packed = _packed(tensors, spec)
+    for name in packed.modules:
+        shapes.pop(f"{name}.weight")
+    layers_known = layers_are_known(spec)
 
-    missing = [n for n in shapes if n not in tensors and n not in optional]
+    missing = [n for n in shapes if n not in tensors and n not in optional] + packed.missing
     unexpected = [
         n
         for n in tensors
-        if n not in shapes and n not in IGNORED and (layers_checked or not n.startswith("layers."))
+        if n not in shapes
+        and n not in packed.known
+        and n not in IGNORED
+        and (layers_known or not n.startswith("layers."))
     ]
-    misshapen = [
+    misshapen = packed.misshapen + [
         f"{n} {list(tensors[n].shape)}, expected {list(shape)}"
         for n, shape in shapes.items()
         if n in tensors and tensors[n].shape != shape
     ]
+    mistyped = [
+        f"{n} ({tensors[n].dtype})"
+        for n in shapes
+        if n in tensors and (tensors[n].dtype in FLOATS) == (n == "d2t")
+    ]
     problems = [
-        f"{what}: {_listed(names)}"
+        f"{what}: {listed(names)}"
         for what, names in (
             ("missing", missing),
             ("unexpected", unexpected),
             ("wrong shape", misshapen),
+            ("wrong type", mistyped),
         )
         if names
     ]
     if problems:
         raise DrafterError(
-            f"{folder} does not hold the tensors that its config.json describes; "
+            f"{where} does not hold the tensors that its config.json describes; "
             + "; ".join(problems)
-            + _hint(missing, unexpected, spec)
+            + _hint(missing, unexpected, mistyped, spec)
         )
-    return CheckedDrafter(spec, target, tensors, tuple(_findings(spec, tensors, layers_checked)))
+    return CheckedDrafter(spec, target, tensors, tuple(_findings(spec, tensors, layers_known)))
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """The quantised linear layers of a file."""
+
+    modules: list[str]
+    known: set[str]
+    missing: list[str]
+    misshapen: list[str]
+
+
+def _packed(tensors: dict[str, StoredTensor], spec: DrafterSpec) -> _Packed:
+    """Check each linear layer that is not stored plain against the config's scheme.
+
+    A scheme lists layers it leaves alone ("ignore"), by patterns; so what decides is whether the
+    layer's plain, floating-point weight is there.
+    """
+    found = _Packed([], set(), [], [])
+    if spec.quantization is None:
+        return found
+    for name, (out, into) in linear_layers(spec).items():
+        plain = tensors.get(f"{name}.weight")
+        stored = any(other.startswith(f"{name}.") for other in tensors)
+        if not stored or (plain is not None and plain.dtype in FLOATS):
+            continue
+        required, optional = spec.quantization.tensors(out, into)
+        found.modules.append(name)
+        found.known.update(f"{name}.{suffix}" for suffix in (*required, *optional))
+        for suffix, allowed in required.items():
+            tensor = tensors.get(f"{name}.{suffix}")
+            if tensor is None:
+                found.missing.append(f"{name}.{suffix}")
+            elif tensor.shape not in allowed:
+                found.misshapen.append(_mismatch(f"{name}.{suffix}", tensor, allowed))
+    return found
+
+
+def _mismatch(name: str, tensor: StoredTensor, allowed: list[Shape]) -> str:
+    return f"{name} {list(tensor.shape)}, expected {' or '.join(str(list(s)) for s in allowed)}"
 
 
 def _findings(
-    spec: DrafterSpec, tensors: dict[str, StoredTensor], layers_checked: bool
+    spec: DrafterSpec, tensors: dict[str, StoredTensor], layers_known: bool
 ) -> Iterable[Finding]:
     if "confidence_head.proj.weight" not in tensors:
         promised = "promises one that the file lacks" if spec.has_confidence else "has none either"
@@ -266,7 +180,7 @@ def _findings(
             f"{spec.file}: no confidence head in the checkpoint (the config {promised}): plans "
             "rank drafts by running acceptance instead",
         )
-    if not layers_checked:
+    if not layers_known:
         yield Finding(
             "layers_unchecked",
             f"{spec.file}: the decoder layers of {spec.architecture} are not known here, so only "
@@ -274,8 +188,10 @@ def _findings(
         )
 
 
-def _hint(missing: list[str], unexpected: list[str], spec: DrafterSpec) -> str:
+def _hint(missing: list[str], unexpected: list[str], mistyped: list[str], spec: DrafterSpec) -> str:
     """The likely cause, where the names give it away."""
+    if mistyped and spec.quantization is None:
+        return ": the weights are quantised, but config.json has no quantization_config"
     if unexpected and all(name.startswith("model.") for name in unexpected):
         return ": the names carry a 'model.' prefix; export them without it"
     if "d2t" in missing or "lm_head.weight" in missing:
@@ -286,13 +202,3 @@ def _hint(missing: list[str], unexpected: list[str], spec: DrafterSpec) -> str:
     if any("markov_head." in name for name in missing + unexpected):
         return f": markov_head_type = {spec.markov_kind!r} may not be what was trained"
     return ": fetch the checkpoint again or correct its config.json"
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def parameter_count(tensors: dict[str, StoredTensor]) -> int:
-    """Stored numbers, for logs."""
-    return sum(math.prod(tensor.shape) for tensor in tensors.values())

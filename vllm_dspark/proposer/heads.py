@@ -1,64 +1,38 @@
-"""The drafter's heads as plain tensors: from a checkpoint, or from a model that loaded them.
+"""The drafter's heads as plain tensors, from the named tensors of a checkpoint.
 
 `DraftHead` (kernels/protocols.py) owns the parameters and holds no code; the equations live in
 kernels/reference.py, which in float64 is the reference of every implementation. vLLM's modules know
 the vanilla head only, so gated and rnn heads always come from the checkpoint.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
 from vllm_dspark.errors import DrafterError
 from vllm_dspark.kernels.protocols import ConfidenceHead, DraftHead, MarkovHead
-from vllm_dspark.proposer.checkpoint import CheckedDrafter, read_tensor
 from vllm_dspark.proposer.spec import DrafterSpec
 
-# Name of a head tensor, without prefix -> the tensor, or None where there is none
-TensorSource = Callable[[str], torch.Tensor | None]
-
 PROJECTIONS = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
-
-
-def head_from_checkpoint(
-    drafter: CheckedDrafter,
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> DraftHead:
-    """Read the head tensors of a checked checkpoint; nothing else of it is touched."""
-
-    def source(name: str) -> torch.Tensor | None:
-        return read_tensor(drafter.tensors[name]) if drafter.has(name) else None
-
-    return build_head(drafter.spec, source, device, dtype, drafter.target.vocab_size)
+HEAD_PREFIXES = ("markov_head.", "confidence_head.", "d2t")
 
 
 def head_from_tensors(
     spec: DrafterSpec,
-    tensors: dict[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     device: torch.device | str,
     dtype: torch.dtype,
     target_vocab: int,
 ) -> DraftHead:
-    """From named tensors, e.g. a loaded module's parameters with their prefix stripped."""
-    return build_head(spec, tensors.get, device, dtype, target_vocab)
+    """The head whose tensors `tensors` holds under their checkpoint names.
 
-
-def build_head(
-    spec: DrafterSpec,
-    source: TensorSource,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    target_vocab: int,
-) -> DraftHead:
-    """Markov weights in `dtype` (the drafter's), the confidence head in float32.
-
-    A tensor that already is on `device` in its dtype is not copied, so weights shared with a
-    loaded model stay shared.
+    Markov weights in `dtype` (the drafter's), the confidence head in float32. A tensor that
+    already is on `device` in its dtype is not copied, so weights shared with a loaded model stay
+    shared. Without a confidence weight there is no confidence head, whatever the config promises.
     """
 
     def take(name: str, to: torch.dtype) -> torch.Tensor:
-        tensor = source(name)
+        tensor = tensors.get(name)
         if tensor is None:
             raise DrafterError(
                 f"{spec.file}: tensor {name} is missing, but the config has "
@@ -79,13 +53,11 @@ def build_head(
             proj_bias=take(f"{projection}.bias", dtype) if projection else None,
         )
     confidence = None
-    if spec.has_confidence and source("confidence_head.proj.weight") is not None:
-        bias = source("confidence_head.proj.bias")
+    if spec.has_confidence and "confidence_head.proj.weight" in tensors:
+        has_bias = "confidence_head.proj.bias" in tensors
         confidence = ConfidenceHead(
             weight=take("confidence_head.proj.weight", torch.float32).view(-1),
-            bias=None
-            if bias is None
-            else take("confidence_head.proj.bias", torch.float32).view(()),
+            bias=take("confidence_head.proj.bias", torch.float32).view(()) if has_bias else None,
             with_markov=spec.confidence_with_markov,
         )
     d2t = take("d2t", torch.int64) if spec.draft_vocab_size < target_vocab else None

@@ -1,19 +1,19 @@
 """What a drafter is, read from its config.json and validated before anything is loaded.
 
-Two formats: DeepSpec (deepseek-ai/DeepSpec: a copy of the target's config plus DSpark keys at top
-level) and speculators (`speculators_model_type: dspark`, the layers under
+Two standalone formats: DeepSpec (deepseek-ai/DeepSpec: a copy of the target's config plus DSpark
+keys at top level) and speculators (`speculators_model_type: dspark`, the layers under
 `transformer_layer_config`). They differ where it hurts:
 
     key missing          DeepSpec               speculators
     sample_from_anchor   True                   False (legacy layout: 1 + K queries)
     K by default         block_size             proposal_methods[0].speculative_tokens
     target layers        target_layer_ids       aux_hidden_state_layer_ids - 1
+    sliding layers       none                   causal inside the block
 
-`target_layer_ids` are zero-based layer OUTPUTS, -1 the embedding output.
+`target_layer_ids` are zero-based layer OUTPUTS, -1 the embedding output. Drafters inside a
+DeepSeek-V4 checkpoint are in embedded.py.
 """
 
-import itertools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,22 @@ from typing import Any, Literal
 
 from vllm_dspark.errors import DrafterError
 from vllm_dspark.kernels.protocols import MarkovKind
+from vllm_dspark.proposer.keys import Keys, read_json
+from vllm_dspark.proposer.quantization import QuantScheme, parse_quantization
+from vllm_dspark.proposer.rope import rope_limit
 
 DrafterFormat = Literal["deepspec", "speculators"]
+# Whose decoder layers; "other": vLLM's class knows them, we do not.
+Backbone = Literal["qwen3", "gemma4", "other"]
 MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
+# What exporters call a drafter of Qwen3 layers; the last two say so only together with the format
+# or with model_type, since vLLM gives DSparkDraftModel to DeepSeek-V4's embedded drafter.
+QWEN3_NAMES = ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel")
+GEMMA4_NAMES = ("Gemma4DSparkModel",)
+# Gemma4's global head size where a config does not give it (transformers' default).
+GEMMA4_HEAD_DIM = 512
+# More layers than any model has; a wrong number must not make us build a list of millions.
+MAX_LAYERS = 1024
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class TargetShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], file: str = "config.json") -> "TargetShape":
         """From the target's config; multimodal configs keep the text model under text_config."""
-        keys = _Keys(file, config.get("text_config") or config)
+        keys = Keys(file, config.get("text_config") or config)
         return cls(
             vocab_size=keys.integer("vocab_size", 1),
             hidden_size=keys.integer("hidden_size", 1),
@@ -81,6 +94,17 @@ class DrafterSpec:
     logit_scale: float
     # [num_layers] attention span, None: the whole context
     sliding_windows: tuple[int | None, ...]
+    # whether queries of a block see later ones in sliding layers too
+    sliding_non_causal: bool
+    backbone: Backbone
+    # Gemma4: values are the (normed) keys, there is no v_proj
+    values_are_keys: bool
+    # without an lm_head of its own, the drafter's embedding is its head
+    tied: bool
+    # longest context its rotary table can be made for, None: any
+    max_context: int | None
+    # what the stored linear weights look like, None: plain
+    quantization: QuantScheme | None
     # the target's name as the checkpoint records it
     verifier: str | None
 
@@ -127,78 +151,21 @@ class DrafterSpec:
             )
 
 
-class _Keys:
-    """Typed access to a config whose errors name file, key, value and remedy."""
-
-    def __init__(self, file: str, config: Mapping[str, Any]) -> None:
-        self.file = file
-        self.config = config
-
-    def bad(self, key: str, value: object, why: str) -> DrafterError:
-        return DrafterError(f"{self.file}: {key} = {value!r}: {why}")
-
-    def get(self, key: str) -> Any:
-        if self.config.get(key) is None:
-            raise DrafterError(
-                f"{self.file}: required key {key!r} is missing: this is not a complete DSpark "
-                "drafter config, or it was exported by a tool that drops it"
-            )
-        return self.config[key]
-
-    def integer(self, key: str, low: int, default: int | None = None) -> int:
-        value = self.config.get(key)
-        value = default if value is None else value
-        value = self.get(key) if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.bad(key, value, f"must be an integer >= {low}")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.config.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.bad(key, value, "must be true or false")
-        return value
-
-    def number(self, key: str) -> float | None:
-        value = self.config.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.bad(key, value, "must be a positive number")
-        return float(value)
-
-    def layer_ids(self, key: str) -> tuple[int, ...]:
-        value = self.get(key)
-        if not isinstance(value, list) or not value or not all(type(i) is int for i in value):
-            raise self.bad(key, value, "must be a non-empty list of integers")
-        if any(b <= a for a, b in itertools.pairwise(value)):
-            raise self.bad(key, value, "must be strictly increasing, the order of the fc input")
-        return tuple(value)
-
-
 def read_spec(folder: str | Path) -> DrafterSpec:
     """The drafter in a checkpoint folder."""
     file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise DrafterError(f"{file} does not exist: give the folder of a DSpark drafter checkpoint")
-    try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise DrafterError(f"{file} is not valid JSON ({error}): fetch the file again") from error
-    return parse_spec(config, str(file))
+    return parse_spec(read_json(file, "a DSpark drafter checkpoint"), str(file))
 
 
 def parse_spec(config: Mapping[str, Any], file: str = "config.json") -> DrafterSpec:
-    """Validate a drafter's config."""
+    """Validate a standalone drafter's config."""
     if config.get("speculators_model_type") is not None:
         spec = _parse_speculators(config, file)
     elif config.get("dspark_block_size") is not None:
         raise DrafterError(
-            f"{file}: the drafter is embedded in the target (dspark_block_size = "
-            f"{config['dspark_block_size']!r}, DeepSeek-V4 style): vllm-dspark reads standalone "
-            "drafters, vLLM's own loader serves this one"
+            f"{file}: the drafter is embedded in its target (dspark_block_size = "
+            f'{config["dspark_block_size"]!r}, DeepSeek-V4 style): leave out "model" in the '
+            "speculative config, or name the target itself"
         )
     else:
         spec = _parse_deepspec(config, file)
@@ -207,70 +174,80 @@ def parse_spec(config: Mapping[str, Any], file: str = "config.json") -> DrafterS
 
 
 def _parse_deepspec(config: Mapping[str, Any], file: str) -> DrafterSpec:
-    keys = _Keys(file, config)
+    keys = Keys(file, config)
     block_size = keys.integer("block_size", 1)
-    layer_ids = keys.layer_ids("target_layer_ids")
     sample_from_anchor = keys.flag("sample_from_anchor", True)
     hidden = keys.integer("hidden_size", 1)
+    architecture = keys.names("architectures", ["Qwen3DSparkModel"])[0]
+    model_type = keys.text("model_type", "qwen3")
+    if architecture in QWEN3_NAMES[1:] and model_type != "qwen3":
+        raise keys.bad(
+            "architectures",
+            [architecture],
+            f"with model_type = {model_type!r} this name does not say what the layers are (vLLM "
+            "takes it for DeepSeek-V4's embedded drafter): name the class, for example "
+            "Qwen3DSparkModel",
+        )
     return DrafterSpec(
         format="deepspec",
+        architecture=architecture,
         block_size=block_size,
         sample_from_anchor=sample_from_anchor,
         default_drafts=block_size if sample_from_anchor else block_size - 1,
-        target_layer_ids=layer_ids,
+        target_layer_ids=keys.layer_ids("target_layer_ids"),
         target_hidden_size=keys.integer("target_hidden_size", 1, hidden),
         verifier=None,
-        **_common(keys, keys),
+        **_common(keys, keys, _backbone(architecture)),
     )
 
 
 def _parse_speculators(config: Mapping[str, Any], file: str) -> DrafterSpec:
-    keys = _Keys(file, config)
+    keys = Keys(file, config)
     kind = config["speculators_model_type"]
     if kind != "dspark":
         raise keys.bad("speculators_model_type", kind, "only 'dspark' drafters are served here")
-    layers = _Keys(f"{file} (transformer_layer_config)", keys.get("transformer_layer_config"))
+    layers = Keys(f"{file} (transformer_layer_config)", keys.get("transformer_layer_config"))
     block_size = keys.integer("block_size", 1)
     sample_from_anchor = keys.flag("sample_from_anchor", False)
-    wrapper = config.get("speculators_config") or {}
-    methods = wrapper.get("proposal_methods") or [{}]
+    wrapper = keys.section("speculators_config")
+    methods = wrapper.config.get("proposal_methods") or [{}]
+    if not isinstance(methods, list):
+        raise wrapper.bad("proposal_methods", methods, "must be a list")
     most = block_size if sample_from_anchor else block_size - 1
-    proposed = methods[0].get("speculative_tokens") or most
+    first = Keys(f"{wrapper.file} (proposal_methods[0])", methods[0])
     hidden = layers.integer("hidden_size", 1)
+    architecture = keys.names("architectures", ["DSparkSpeculator"])[0]
     return DrafterSpec(
         format="speculators",
+        architecture=architecture,
         block_size=block_size,
         sample_from_anchor=sample_from_anchor,
-        default_drafts=min(proposed, most),
+        default_drafts=min(first.integer("speculative_tokens", 1, max(most, 1)), most),
         target_layer_ids=tuple(i - 1 for i in keys.layer_ids("aux_hidden_state_layer_ids")),
         target_hidden_size=keys.integer("target_hidden_size", 1, hidden),
-        verifier=(wrapper.get("verifier") or {}).get("name_or_path"),
-        **_common(keys, layers),
+        verifier=wrapper.section("verifier").text("name_or_path", "") or None,
+        **_common(keys, layers, _backbone(architecture)),
     )
 
 
-def _common(keys: _Keys, layers: _Keys) -> dict[str, Any]:
+def _backbone(architecture: str) -> Backbone:
+    if architecture in QWEN3_NAMES:
+        return "qwen3"
+    return "gemma4" if architecture in GEMMA4_NAMES else "other"
+
+
+def _common(keys: Keys, layers: Keys, backbone: Backbone) -> dict[str, Any]:
     """Fields that both formats spell alike: DSpark's from `keys`, the backbone's from `layers`."""
-    hidden = layers.integer("hidden_size", 1)
-    heads = layers.integer("num_attention_heads", 1)
     vocab = layers.integer("vocab_size", 1)
-    rank = keys.integer("markov_rank", 0)
-    kind = keys.config.get("markov_head_type") or "vanilla"
+    rank = keys.integer("markov_rank", 0, 0)
+    kind = keys.text("markov_head_type", "vanilla")
     if rank and kind not in MARKOV_KINDS:
         raise keys.bad("markov_head_type", kind, f"must be one of {', '.join(MARKOV_KINDS)}")
     has_confidence = keys.flag("enable_confidence_head", False)
-    architectures = keys.config.get("architectures") or ["Qwen3DSparkModel"]
     return {
         "file": keys.file,
-        "architecture": architectures[0],
+        "backbone": backbone,
         "mask_token_id": keys.integer("mask_token_id", 0),
-        "num_layers": layers.integer("num_hidden_layers", 1),
-        "hidden_size": hidden,
-        "intermediate_size": layers.integer("intermediate_size", 1),
-        "num_heads": heads,
-        "num_kv_heads": layers.integer("num_key_value_heads", 1, heads),
-        "head_dim": layers.integer("head_dim", 1, hidden // heads),
-        "attention_bias": layers.flag("attention_bias", False),
         "vocab_size": vocab,
         "draft_vocab_size": keys.integer("draft_vocab_size", 1, vocab),
         "markov_rank": rank,
@@ -280,15 +257,55 @@ def _common(keys: _Keys, layers: _Keys) -> dict[str, Any]:
         and keys.flag("confidence_head_with_markov", False),
         "soft_cap": layers.number("final_logit_softcapping"),
         "logit_scale": layers.number("logit_scale") or 1.0,
+        "tied": layers.flag("tie_word_embeddings", False),
         "sliding_windows": _sliding_windows(layers),
+        "sliding_non_causal": keys.flag("sliding_window_non_causal", False),
+        "max_context": rope_limit(layers),
+        "quantization": parse_quantization(keys),
+        **_layer_geometry(layers, backbone),
     }
 
 
-def _sliding_windows(layers: _Keys) -> tuple[int | None, ...]:
-    num_layers = layers.integer("num_hidden_layers", 1)
-    kinds = layers.config.get("layer_types") or ["full_attention"] * num_layers
+def _layer_geometry(layers: Keys, backbone: Backbone) -> dict[str, Any]:
+    """Sizes of the decoder layers."""
+    hidden = layers.integer("hidden_size", 1)
+    heads = layers.integer("num_attention_heads", 1)
+    kv_heads = layers.integer("num_key_value_heads", 1, heads)
+    head_dim = layers.integer("head_dim", 1, max(hidden // heads, 1))
+    values_are_keys = False
+    if backbone == "gemma4":
+        # DeepSpec builds every layer like Gemma4's global ones.
+        values_are_keys = layers.flag("attention_k_eq_v", False)
+        head_dim = layers.integer("global_head_dim", 1, GEMMA4_HEAD_DIM)
+        if values_are_keys:
+            kv_heads = layers.integer("num_global_key_value_heads", 1, kv_heads)
+    return {
+        "num_layers": _layer_count(layers),
+        "hidden_size": hidden,
+        "intermediate_size": layers.integer("intermediate_size", 1),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "attention_bias": layers.flag("attention_bias", False),
+        "values_are_keys": values_are_keys,
+    }
+
+
+def _layer_count(layers: Keys) -> int:
+    count = layers.integer("num_hidden_layers", 1)
+    if count > MAX_LAYERS:
+        raise layers.bad("num_hidden_layers", count, f"must be at most {MAX_LAYERS}")
+    return count
+
+
+def _sliding_windows(layers: Keys) -> tuple[int | None, ...]:
+    num_layers = _layer_count(layers)
+    kinds = layers.names("layer_types", ["full_attention"] * num_layers)
     if len(kinds) != num_layers:
         raise layers.bad("layer_types", kinds, f"must name num_hidden_layers = {num_layers} layers")
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise layers.bad("layer_types", unknown, "may hold full_attention and sliding_attention")
     if "sliding_attention" not in kinds:
         return (None,) * num_layers
     span = layers.integer("sliding_window", 1)

@@ -2,12 +2,17 @@
 
 from typing import Any
 
-QWEN3_DRAFTER = "VllmDSparkQwen3Drafter"
+# architecture in the checkpoint (as vLLM knows it) -> our name and class
+OURS = {
+    "Qwen3DSparkModel": ("VllmDSparkQwen3Drafter", "qwen3:Qwen3Drafter"),
+    "Gemma4DSparkModel": ("VllmDSparkGemma4Drafter", "gemma4:Gemma4Drafter"),
+}
 
 
 def drafter_architecture(stock_architectures: list[str]) -> str | None:
     """Our architecture for a checkpoint's, or None where vLLM's own class loads it."""
-    return QWEN3_DRAFTER if "Qwen3DSparkModel" in stock_architectures else None
+    names = [OURS[name][0] for name in stock_architectures if name in OURS]
+    return names[0] if names else None
 
 
 def register_drafters() -> None:
@@ -15,7 +20,6 @@ def register_drafters() -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
     known: Any = ModelRegistry.get_supported_archs()
-    if QWEN3_DRAFTER not in known:
-        ModelRegistry.register_model(
-            QWEN3_DRAFTER, "vllm_dspark.integration.models.qwen3:Qwen3Drafter"
-        )
+    for name, place in OURS.values():
+        if name not in known:
+            ModelRegistry.register_model(name, f"{__name__}.{place}")

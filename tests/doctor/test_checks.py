@@ -1,0 +1,215 @@
+"""Checks one by one: what is found, at what level, and which flag mends it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.doctor.subjects import H200, findings, named, subject, write_target
+from tests.proposer.checkpoints import SPECULATORS, random_tensors, spec_of, write_checkpoint
+from tests.support.wheels import write_wheel
+from vllm_dspark.cli.doctor import command
+from vllm_dspark.cli.doctor.arguments import parse_serve
+from vllm_dspark.cli.doctor.examine import examine_wheel
+from vllm_dspark.cli.doctor.findings import EXIT_CODES, Finding, Report
+from vllm_dspark.cli.doctor.subject import Machine, Subject
+from vllm_dspark.cli.main import app
+from vllm_dspark.errors import DSparkConfigError
+
+CLEAN = ("--max-num-seqs", "32", "--max-model-len", "4000")
+
+
+def test_healthy_engine_has_no_complaint(tmp_path: Path) -> None:
+    """Catches a check that fires without cause: only a missing cost table is worth a word."""
+    found = findings(subject(tmp_path, *CLEAN))
+    assert {f.check for f in found if f.level in ("warning", "error")} == set()
+    assert {f.check for f in found if f.level == "info"} <= {"cost_table", "windows"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "check", "level", "words"),
+    [
+        ({"drafter": {"mask_token_id": 50}}, "drafter_config", "error", "mask_token_id"),
+        ({"target": {"vocab_size": 51}}, "target_match", "error", "vocab_size"),
+        ({"target": {"hidden_size": 32}}, "target_match", "error", "hidden"),
+        ({"target": {"num_hidden_layers": 5}}, "target_match", "error", "[5]"),
+        ({"speculative": {"num_speculative_tokens": 8}}, "draft_width", "error", "1..7"),
+        ({"drafter": {"sample_from_anchor": False}}, "draft_width", "error", "1..6"),
+        ({"speculative": {"num_speculative_tokens": None}}, "draft_width", "info", "7"),
+        ({"speculative": {"method": "eagle"}}, "method", "error", "eagle"),
+        ({"speculative": {"dspark": {"windos": "host"}}}, "options", "error", "windos"),
+        (
+            {"speculative": {"dspark": {"calibration": "/nowhere.json"}}},
+            "calibration",
+            "error",
+            "/nowhere.json",
+        ),
+        (
+            {"speculative": {"dspark": {"validate_confidence_artifact_freshness": True}}},
+            "evidence",
+            "error",
+            "evidence",
+        ),
+    ],
+)
+def test_finding(tmp_path: Path, parts: dict[str, Any], check: str, level: str, words: str) -> None:
+    """Catches a mismatch that passes, or is found under another name or level."""
+    (found,) = named(findings(subject(tmp_path, *CLEAN, **parts)), check)
+    assert found.level == level
+    assert words in found.message
+    assert found.flag
+
+
+def test_speculators_drafter_is_found(tmp_path: Path) -> None:
+    """Catches the second format read as the first one: other ids, other layout, d2t."""
+    made = subject(tmp_path, *CLEAN, speculative={"num_speculative_tokens": 3})
+    folder = tmp_path / "dspark-drafter"
+    shutil.rmtree(folder)
+    write_checkpoint(folder, SPECULATORS, random_tensors(spec_of(SPECULATORS)))
+    found = findings(made)
+    (config,) = [f for f in found if f.check == "drafter_config"]
+    assert config.message.startswith("speculators drafter")
+    assert "[0, 2, 5]" in config.message
+    assert [f.level for f in found if f.check == "drafter_tensors"] == ["ok"]
+
+
+def test_missing_d2t_is_named(tmp_path: Path) -> None:
+    """Catches a reduced vocabulary without its map."""
+    made = subject(tmp_path, *CLEAN, speculative={"num_speculative_tokens": 3})
+    tensors = random_tensors(spec_of(SPECULATORS))
+    del tensors["d2t"]
+    shutil.rmtree(tmp_path / "dspark-drafter")
+    write_checkpoint(tmp_path / "dspark-drafter", SPECULATORS, tensors)
+    (found,) = named(findings(made), "drafter_tensors")
+    assert "d2t" in found.message
+
+
+def test_files_that_are_not_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a hub name that is taken for a broken checkpoint."""
+    monkeypatch.setattr("vllm_dspark.integration.checkpoints._fetch", lambda *_: None)
+    target = write_target(tmp_path / "target")
+    given = json.dumps({"method": "dspark", "model": "some/dspark-drafter"})
+    made = Subject(parse_serve([str(target), "--speculative-config", given]), H200)
+    (found,) = named(findings(made), "drafter_files")
+    assert found.level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        (("--max-num-seqs", "64", "--max-num-batched-tokens", "512"), "ok"),
+        (("--max-num-seqs", "64", "--max-num-batched-tokens", "511"), "warning"),
+        (("--max-num-seqs", "64", "--max-num-batched-tokens", "449"), "warning"),
+        (("--max-num-seqs", "64", "--max-num-batched-tokens", "448"), "error"),
+    ],
+)
+def test_room_for_windows(tmp_path: Path, flags: tuple[str, ...], level: str) -> None:
+    """Catches the limits off by one: 64 requests, K = 7: 512 for windows, 448 for drafts."""
+    found = findings(subject(tmp_path, *flags, "--max-model-len=4000"))
+    assert [f.level for f in found if f.check == "token_budget"] == [level]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("32k", 32_000), ("32K", 32_768), ("1.5k", 1500), ("4096", 4096)]
+)
+def test_sizes_are_read_as_vllm_does(text: str, tokens: int) -> None:
+    """Catches decimal and binary suffixes mixed up."""
+    assert parse_serve(["t", "--max-model-len", text]).get("max-model-len") == tokens
+
+
+def test_spellings_of_flags() -> None:
+    """Catches a flag that is only read in one of its spellings."""
+    read = parse_serve(["t", "-tp", "2", "--max_num_seqs=8", "--spec-model", "d", "--unknown", "x"])
+    assert read.integer("tensor-parallel-size", 1) == 2
+    assert read.integer("max-num-seqs", 1) == 8
+    assert read.speculative == {"model": "d"}
+    assert "--unknown" in read.unread
+
+
+def test_config_file(tmp_path: Path) -> None:
+    """Catches vLLM's own config file being ignored, or winning over a flag."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "model: big/target\nmax-num-seqs: 12\ntensor-parallel-size: 4\n"
+        "speculative-config: {method: dspark, num-speculative-tokens: 5}\n"
+    )
+    read = parse_serve(["--config", str(file), "-tp", "2"])
+    assert read.target == "big/target"
+    assert (read.integer("max-num-seqs", 0), read.integer("tensor-parallel-size", 0)) == (12, 2)
+    assert read.speculative["num_speculative_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["t", "--max-num-seqs", "many"],
+        ["t", "--max-model-len", "long"],
+        ["t", "--speculative-config", "{"],
+        ["t", "--speculative-config", "[1]"],
+        ["t", "--config", "/nowhere.yaml"],
+    ],
+)
+def test_bad_arguments_are_refused(arguments: list[str]) -> None:
+    """Catches a traceback, or a value that is silently dropped."""
+    with pytest.raises(DSparkConfigError):
+        parse_serve(arguments)
+
+
+@pytest.mark.parametrize(
+    ("levels", "code"),
+    [((), 0), (("ok", "info"), 0), (("ok", "warning", "info"), 4), (("warning", "error"), 1)],
+)
+def test_exit_code_is_that_of_the_worst(levels: tuple[str, ...], code: int) -> None:
+    """Catches an error hidden behind what comes after it."""
+    report = Report.of(Finding("x", level, "m") for level in levels)  # type: ignore[arg-type]
+    assert report.exit_code == code
+    assert report.as_json()["exit_code"] == code
+
+
+def test_wheel_that_keeps_and_breaks_the_contract(tmp_path: Path) -> None:
+    """Catches a wheel check that reads the installed vLLM instead of the wheel."""
+    good = write_wheel(tmp_path / "good", "0.33.0")
+    assert examine_wheel(good).exit_code == 0
+    bad = write_wheel(tmp_path / "bad", "0.33.0", drop="v1/core/sched/output.py")
+    report = examine_wheel(bad)
+    assert report.exit_code == 1
+    assert any("SchedulerOutput" in f.message for f in report.findings)
+    old = examine_wheel(write_wheel(tmp_path / "old", "0.31.0"))
+    assert any("0.31.0" in f.message for f in old.findings if f.level == "error")
+
+
+@pytest.mark.parametrize("content", [None, b"no zip", "empty"])
+def test_file_that_is_no_wheel(tmp_path: Path, content: Any) -> None:
+    """Catches a traceback where a file is missing, broken or of another project."""
+    path = tmp_path / "vllm.whl"
+    if content == "empty":
+        write_wheel(tmp_path, "1.0", name="other").rename(path)
+    elif content is not None:
+        path.write_bytes(content)
+    report = examine_wheel(path)
+    assert [f.check for f in report.findings] == ["wheel"]
+    assert report.exit_code == 1
+
+
+def test_command_prints_and_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a command that loses vLLM's flags, its exit code or its JSON."""
+    monkeypatch.setattr(command, "probe_machine", lambda: Machine(cpu_build=True))
+    made = subject(tmp_path)
+    target, drafter = made.arguments.target, made.drafter_name
+    given = json.dumps({"method": "dspark", "model": drafter, "num_speculative_tokens": 9})
+    arguments = ["doctor", target, "-tp", "1", "--enforce-eager", "--speculative-config", given]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == EXIT_CODES["error"]
+    assert "draft_width" in shown.output
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["worst"] == "error"
+    assert {"draft_width"} <= {f["check"] for f in report["findings"] if f["level"] == "error"}
+    usage = CliRunner().invoke(app, ["doctor", "--speculative-config", "{"])
+    assert usage.exit_code == 2
+    assert "Example: vllm-dspark doctor" in CliRunner().invoke(app, ["doctor", "-h"]).output

@@ -1,0 +1,194 @@
+"""What a running engine drafts, token for token, against the float64 drafter.
+
+T=0 equality holds whatever the drafter says; here the drafts themselves are checked: layers read,
+layouts, positions, masks, windows, vocabularies, caps, confidences. Steps with rejected, accepted
+and (first) no drafts behind them are compared.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.formats.drafter_reference import ReferenceDrafter, ReferenceTarget
+from tests.formats.drafters import random_drafter
+from tests.support.engines import dspark, engine, runner_of
+from tests.support.pairs import PairSpec
+from tests.support.targets import build_target
+
+pytestmark = pytest.mark.engine
+
+SPEC = PairSpec(symbols=94, kind="random", seed=11)
+V = SPEC.vocab_size
+LAYERS = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": V,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,  # the engine's context is longer: the table has to grow
+}
+HEADS = {
+    "markov_rank": 16,
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "mask_token_id": SPEC.special_ids["<mask>"],
+}
+DEEPSPEC = {
+    **LAYERS,
+    **HEADS,
+    "architectures": ["Qwen3DSparkModel"],
+    "model_type": "qwen3",
+    "block_size": 5,
+    "target_layer_ids": [-1, 1],
+}
+SPECULATORS = {
+    **HEADS,
+    "architectures": ["DSparkDraftModel"],
+    "speculators_model_type": "dspark",
+    "block_size": 5,
+    "draft_vocab_size": 40,
+    "target_hidden_size": 64,
+    "aux_hidden_state_layer_ids": [1, 3],
+    "speculators_config": {
+        "algorithm": "dspark",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+        "verifier": {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]},
+    },
+    "transformer_layer_config": {
+        **LAYERS,
+        "model_type": "qwen3",
+        "hidden_size": 48,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 12,
+        "use_sliding_window": True,
+    },
+}
+GEMMA4 = {
+    **LAYERS,
+    **HEADS,
+    "architectures": ["Gemma4DSparkModel"],
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "block_size": 5,
+    "target_layer_ids": [0, 2],
+    "layer_types": ["full_attention"] * 2,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": V,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 512,
+    "tie_word_embeddings": False,
+    "final_logit_softcapping": 1.5,  # low enough to bend every logit
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    config: dict[str, Any] = field(hash=False)
+    family: str = "llama"
+    width: int = 5
+    without: tuple[str, ...] = ()
+
+
+def without_confidence(config: dict) -> dict:
+    return {**config, "enable_confidence_head": False, "confidence_head_with_markov": False}
+
+
+CASES = {
+    "deepspec, embedding as a layer": Case(DEEPSPEC),
+    "deepspec, gated, K below the block": Case({**DEEPSPEC, "markov_head_type": "gated"}, width=3),
+    "deepspec, rnn, shared embedding and head": Case(
+        {**DEEPSPEC, "markov_head_type": "rnn", "confidence_head_with_markov": False},
+        without=("embed_tokens", "lm_head"),
+    ),
+    "deepspec, rank 0, tied": Case(
+        {
+            **DEEPSPEC,
+            "markov_rank": 0,
+            "confidence_head_with_markov": False,
+            "tie_word_embeddings": True,
+            "logit_scale": 0.5,
+        },
+        without=("lm_head",),
+    ),
+    "speculators, reduced vocabulary, causal window": Case(SPECULATORS, width=4),
+    "speculators, window both ways, anchor first": Case(
+        {**SPECULATORS, "sliding_window_non_causal": True, "sample_from_anchor": True}
+    ),
+    "gemma4, values are keys": Case({**GEMMA4, "attention_k_eq_v": True}, family="gemma4_text"),
+    "gemma4, values of their own, no confidence": Case(
+        without_confidence({**GEMMA4, "attention_k_eq_v": False}), family="gemma4_text"
+    ),
+}
+PROMPT = [(7 * i + i * i) % 94 for i in range(70)]  # longer than the drafter's own table
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    """`target(family)`: folder and float64 model, built once a family."""
+    known: dict[str, tuple[Path, ReferenceTarget]] = {}
+
+    def get(family: str) -> tuple[Path, ReferenceTarget]:
+        if family not in known:
+            folder = tmp_path_factory.mktemp(family)
+            build_target(folder, family, SPEC)
+            known[family] = (folder, ReferenceTarget(folder))
+        return known[family]
+
+    return get
+
+
+def reference_of(case: Case, spec: Any, tensors: dict, model: ReferenceTarget) -> ReferenceDrafter:
+    shared = {
+        "embed_tokens.weight": model.embed.weight.detach(),
+        "lm_head.weight": model.model.get_output_embeddings().weight.detach(),
+    }
+    if spec.tied:
+        shared["lm_head.weight"] = tensors["embed_tokens.weight"]
+    filled = {**shared, **tensors}
+    gemma = case.family == "gemma4_text"
+    return ReferenceDrafter(spec, filled, theta=10000.0, eps=1e-5, gemma=gemma)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_are_those_of_the_reference(name: str, target: Callable, tmp_path: Path) -> None:
+    from vllm import SamplingParams
+
+    case = CASES[name]
+    folder, model = target(case.family)
+    drafter = tmp_path / "drafter"
+    spec, tensors = random_drafter(drafter, case.config, without=case.without)
+    reference = reference_of(case, spec, tensors, model)
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    compared = 0
+    with engine(folder, dspark(drafter, num_speculative_tokens=case.width)) as llm:
+        speculator = runner_of(llm).speculator
+        llm.llm_engine.add_request("0", {"prompt_token_ids": PROMPT}, sampling)
+        tokens = list(PROMPT)
+        while compared < STEPS:
+            for output in llm.llm_engine.step():
+                tokens = PROMPT + list(output.outputs[0].token_ids)
+            found = speculator.draft_tokens[0, : case.width].tolist()
+            scores = speculator.confidence_logits[0, : case.width].tolist()
+            aux = model.aux(tokens[:-1], spec.target_layer_ids)
+            wanted, confidences = reference.draft(aux, tokens[-1], case.width)
+            assert found == wanted, f"after {len(tokens)} tokens"
+            if confidences:
+                np.testing.assert_allclose(scores, confidences, rtol=1e-3, atol=1e-3)
+            compared += 1
+        llm.llm_engine.abort_request(["0"])

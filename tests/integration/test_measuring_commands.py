@@ -1,0 +1,139 @@
+"""`profile` and `calibrate` on real engines, one process and two Ray replicas."""
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.support.engines import DEFAULTS, ENGINE_ENVIRONMENT, dspark, engine, scheduler_of
+from tests.support.pairs import Pair, PairSpec
+from vllm_dspark.cli.calibrate import CalibrateOptions, CalibrateReport, run_calibrate
+from vllm_dspark.cli.profile import ProfileOptions, run_profile
+from vllm_dspark.cli.spread import RayPlace
+from vllm_dspark.errors import EngineError
+from vllm_dspark.integration import profiling
+
+pytestmark = pytest.mark.engine
+
+SPEC = PairSpec(kind="markov", noise=0.2)
+
+
+@pytest.fixture(scope="module")
+def pair(build: Callable) -> Pair:
+    return build(SPEC)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VLLM_DSPARK_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def arguments(pair: Pair, **options: Any) -> tuple[str, ...]:
+    """The command line of a server with the settings of the test engines."""
+    speculative = dspark(pair.drafter, options, num_speculative_tokens=7)
+    words = [str(pair.target), "--enforce-eager", "--speculative-config", json.dumps(speculative)]
+    for name in ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "seed"):
+        words += [f"--{name.replace('_', '-')}", str(DEFAULTS[name])]
+    return tuple(words)
+
+
+def console() -> Console:
+    return Console(file=io.StringIO())
+
+
+def test_a_start_after_profile_measures_nothing(
+    pair: Pair, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a table under another fingerprint than a start looks for.
+
+    Steps really run; their times are replaced, since a busy test machine would be refused.
+    """
+    honest = profiling.measure_once
+    seen = []
+
+    def measure(runner: Any, requests: int, tokens: int, kv_tokens: int) -> Any:
+        timing = honest(runner, requests, tokens, kv_tokens)
+        seen.append((tokens, requests, timing.forward_ms))
+        return replace(timing, forward_ms=5.0 + tokens, draft_ms=1.0 + requests)
+
+    monkeypatch.setattr(profiling, "measure_once", measure)
+    report = run_profile(ProfileOptions(arguments(pair), repeats=3), console())
+    (path,) = report.paths
+    assert Path(path).parent == cache
+    assert report.unused_because == ""
+    assert {tokens for tokens, *_ in seen} == {*range(1, 9), 16, 32, 64}
+    assert min(ms for *_, ms in seen) > 0.1
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a start measured although its table is in the cache")
+
+    monkeypatch.setattr(profiling, "measure_once", refuse)
+    options = {"scheduling": True}
+    with engine(pair.target, dspark(pair.drafter, options, num_speculative_tokens=7)) as llm:
+        planner = scheduler_of(llm).conductor.planner
+        assert planner is not None
+        ((_, grid),) = planner.cost.table.grids.items()
+        assert grid.sizes == (*range(1, 9), 16, 32, 64)
+        assert grid.median_ms[0, 0] == 6.0
+
+
+def test_an_engine_that_does_not_start_is_one_error(pair: Pair, cache: Path) -> None:
+    """Catches a traceback of vLLM's for a folder without a model."""
+    words = ("/nowhere/model", *arguments(pair)[1:])
+    with pytest.raises(EngineError, match="must work first"):
+        run_profile(ProfileOptions(words), console())
+    assert not cache.exists()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayPlace]:
+    ray = pytest.importorskip("ray", reason="needs the `ray` extra")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    environment = {**ENGINE_ENVIRONMENT, "VLLM_DSPARK_CACHE_DIR": ""}
+    environment["VLLM_DSPARK_CACHE_DIR"] = os.environ["VLLM_DSPARK_CACHE_DIR"]
+    yield RayPlace("local", replicas=2, environment=environment)
+    ray.shutdown()
+
+
+def calibrated(pair: Pair, folder: Path, place: RayPlace | None) -> CalibrateReport:
+    prompts = folder / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"{i} {chr(97 + i % 26) * 3}"}) for i in range(64)]
+    prompts.write_text("\n".join(lines))
+    options = CalibrateOptions(
+        arguments(pair, cache_dir=str(folder / "cache")),
+        prompts=prompts,
+        max_tokens=48,
+        min_outcomes=3,
+        ray=place,
+        output=folder / "calibration.json",
+    )
+    return run_calibrate(options, console())
+
+
+def test_two_ray_replicas_fit_what_one_process_fits(
+    pair: Pair, cluster: RayPlace, tmp_path: Path
+) -> None:
+    """Catches pairs lost or mixed up between the engines of a cluster.
+
+    Greedy text does not depend on the replica, so its rows agree but for numerics of the batch
+    size; sampled text does, so its fit agrees within noise.
+    """
+    one, two = (calibrated(pair, tmp_path, place) for place in (None, cluster))
+    assert two.record.fingerprint == one.record.fingerprint
+    for name in ("greedy", "sampled"):
+        ours, theirs = one.fits[name], two.fits[name]
+        assert theirs.num_fit == pytest.approx(ours.num_fit, rel=0.1)
+        for a, b in zip(ours.positions, theirs.positions, strict=True):
+            assert b.after.base_rate == pytest.approx(a.after.base_rate, abs=0.06)
+            assert b.before.ece == pytest.approx(a.before.ece, abs=0.06)
+    assert two.fits["greedy"].num_fit == pytest.approx(one.fits["greedy"].num_fit, rel=0.02)
+    assert two.facts["tokens"] == pytest.approx(one.facts["tokens"], rel=0.02)
+    kept = list((tmp_path / "cache").glob("calibration-*.json"))
+    assert len(kept) == 1

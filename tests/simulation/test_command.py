@@ -1,0 +1,94 @@
+"""The command: sweeps, tables, files, exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.artifacts.records import cost_record
+from vllm_dspark.cli.main import app
+from vllm_dspark.simulation.result import SimulationRecord
+from vllm_dspark.simulation.trace import read_trace, synthetic_trace, write_trace
+
+SMALL = ("--requests", "12", "--prompt-tokens", "4")
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["simulate", *arguments])
+
+
+def test_sweep_to_json(tmp_path: Path) -> None:
+    """Catches an option that is parsed and not simulated: one cell per combination."""
+    file = tmp_path / "deep" / "result.json"
+    result = run(
+        "--acceptance", "0.8,0.7", *SMALL, "--concurrency", "1,4", "-k", "1,2",
+        "--min-gain", "0,0.1", "--dp", "1,2", "--bandwidth", "1,2", "--json", str(file),
+        "--policy", "off", "--policy", "ours",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    record = SimulationRecord.model_validate_json(file.read_text())
+    keys = [
+        (c.arrivals, c.policy, c.width, c.min_gain, c.replicas, c.machine) for c in record.cells
+    ]
+    assert len(set(keys)) == len(keys) == 2 * 2 * 2 * 2 * 3  # off once, ours with two margins
+    assert {c.machine for c in record.cells} == {"", "bandwidth x2"}
+    assert all(c.completed == 12 for c in record.cells)
+    faster = {c.machine: c.tokens_per_s for c in record.cells if c.policy == "off"}
+    assert faster["bandwidth x2"] > 1.5 * faster[""]
+
+
+def test_trace_and_table_from_files(tmp_path: Path) -> None:
+    """Catches files that are named and not used."""
+    record = cost_record()
+    (tmp_path / "table.json").write_text(record.model_dump_json())
+    width = record.fingerprint.num_speculative_tokens
+    trace = synthetic_trace([0.7] * width, num_requests=3, output=10, prompt=5)
+    write_trace(tmp_path / "in.npz", trace)
+    result = run(
+        "--trace", str(tmp_path / "in.npz"), "--cost-table", str(tmp_path / "table.json"),
+        "--policy", "fixed", "--concurrency", "2", "--requests", "6",
+        "--overhead-ms", "3", "--json", "-", "--save-trace", str(tmp_path / "out.npz"),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    written = json.loads(result.stdout)
+    assert written["kind"] == "simulation"
+    assert written["cost_table"].endswith("table.json")
+    assert written["cells"][0]["step_ms"] > 3.0
+    assert read_trace(tmp_path / "out.npz").num_requests == 3
+
+
+def test_table_on_the_terminal() -> None:
+    """Catches a result that is computed and not shown, and an example taken for a measurement."""
+    result = run("--acceptance", "0.8,0.7", *SMALL, "--concurrency", "2")
+    assert result.exit_code == 0, result.output
+    for word in ("early_stop", "ours", "tokens/s", "example (no --cost-table)"):
+        assert word in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((), 2, "either --trace or --acceptance"),
+        (("--acceptance", "0.5", "--trace", "x"), 2, "either --trace or --acceptance"),
+        (("--trace", "/nowhere"), 2, "cannot read"),
+        (("--acceptance", "0.5", "--cost-table", "/nowhere"), 2, "cannot read"),
+        (("--acceptance", "half"), 2, "write numbers"),
+        (("--acceptance", "0.5", "--policy", "best"), 2, "not known"),
+        (("--acceptance", "0.5", "-k", "2"), 2, "K = 2 cannot be simulated"),
+        (("--acceptance", "0.5", "--arrivals", "poisson"), 2, "needs --rate"),
+        (("--acceptance", "0.5", "--arrivals", "often"), 2, "closed, poisson or burst"),
+        (("--acceptance", "0.5", "--tp-efficiency", "2"), 2, "efficiency"),
+        (("--acceptance", "0.5", "--json", "/"), 2, "is a folder"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: tuple[str, ...], code: int, words: str) -> None:
+    """Catches a traceback, or a simulation of something that was not asked for."""
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert words in " ".join((result.output + result.stderr).split())
+
+
+def test_help_has_an_example() -> None:
+    """Catches a command without the example that its help promises."""
+    assert "Example: vllm-dspark simulate" in " ".join(run("-h").output.split())

@@ -1,0 +1,80 @@
+"""The compiled planner decides as planning.Planner does, step by step, on random engines."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.simulation.cases import (
+    LARGE,
+    SMALL,
+    random_calibration,
+    random_scenario,
+    random_table,
+    random_trace,
+)
+from vllm_dspark.planning.plan import PlanKind, Reason
+from vllm_dspark.simulation.core import entry, state
+from vllm_dspark.simulation.exact import RealPlanner
+from vllm_dspark.simulation.setup import build
+
+KINDS, REASONS = list(PlanKind), list(Reason)
+NUM_CASES = 144
+
+
+def _compiled_step(a):
+    """One step of the compiled planner: (kind, reason, budget, draft_next, windows), or None."""
+    w = a.world
+    d, n, drafts, kv_tokens, mixed = entry.begin(w, a.load)
+    if d < 0:
+        return None
+    made_by = int(w.slot[d, state.STAMP, w.batch[state.ORDER, 0]]) if n else 0
+    plan = entry.decide(
+        w, a.learner, a.planner, a.options, a.load, a.costs, d, n, drafts, kv_tokens, mixed
+    )
+    windows = tuple((w.batch[state.TAKEN, :n] + 1).tolist())
+    entry.schedule(w, a.load, a.requests, d, n)
+    entry.add(w, a.learner, a.load, a.requests, d)
+    entry.complete(w, a.load, a.requests, a.costs, d, n, plan[0], plan[3])
+    entry.learn(w, a.learner, a.load, a.requests, d, n, made_by)
+    if not n:
+        return ()
+    return KINDS[plan[0]], REASONS[plan[1]], int(plan[2]), bool(plan[3]), windows
+
+
+def _compare(seed: int, seen: Counter) -> int:
+    """Both planners through one random scenario; returns the steps compared."""
+    rng = np.random.default_rng(seed)
+    width, most = int(rng.integers(1, 8)), LARGE if seed % 6 == 5 else SMALL
+    table = random_table(rng, width, padded=bool(rng.random() < 0.6), most=most)
+    trace, calibration = random_trace(rng, width), random_calibration(rng, width)
+    scenario = random_scenario(rng, most)
+    real = RealPlanner(build(trace, table, calibration, scenario), table, calibration, scenario)
+    twin = build(trace, table, calibration, scenario)
+    entry.start(real.arrays.world, real.arrays.load)
+    entry.start(twin.world, twin.load)
+    for step in range(100_000):
+        outcome, compiled = real.step(), _compiled_step(twin)
+        if outcome is None:
+            assert compiled is None
+            assert real.arrays.world.counts[state.DONE] == scenario.num_requests
+            return step
+        plan, n = outcome
+        expected: tuple = ()
+        if plan is not None:
+            windows = tuple((real.arrays.world.batch[state.TAKEN, :n] + 1).tolist())
+            expected = (plan.kind, plan.reason, plan.budget, plan.draft_next, windows)
+            seen[plan.reason] += 1
+        assert compiled == expected, f"seed {seed}, step {step}"
+    raise AssertionError(f"seed {seed}: the simulation does not end")
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_compiled_planner_equals_planner(block: int) -> None:
+    """Catches any decision that differs: kind, reason, budget, window of a request, drafting."""
+    seen: Counter = Counter()
+    steps = sum(_compare(seed, seen) for seed in range(block, NUM_CASES, 4))
+    assert steps > 3000
+    # Reasons that a simulated engine can meet must have been compared, or equality proves little.
+    reached = {Reason.MIXED, Reason.NATIVE_BEST, Reason.TRIM_GAIN, Reason.SKIP_GAIN}
+    assert reached <= seen.keys(), seen

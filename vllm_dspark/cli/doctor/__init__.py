@@ -1,0 +1,1 @@
+"""`vllm-dspark doctor`: what can be known to go wrong, before serving."""

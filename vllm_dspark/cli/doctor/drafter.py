@@ -1,0 +1,247 @@
+"""Checks of the drafter and of how it fits its target; the rules are proposer/'s own."""
+
+from collections.abc import Iterator
+
+from vllm_dspark.cli.doctor.findings import Finding, Level
+from vllm_dspark.cli.doctor.subject import Subject
+from vllm_dspark.errors import DrafterError
+from vllm_dspark.proposer.checkpoint import check_checkpoint
+from vllm_dspark.proposer.embedded import StageSpec, check_stages, read_stages
+from vllm_dspark.proposer.inventory import INDEX, SINGLE
+from vllm_dspark.proposer.spec import DrafterSpec, TargetShape, read_spec
+
+_K = "--speculative-config '{\"num_speculative_tokens\": %d, ...}'"
+
+
+def check_method(subject: Subject) -> Iterator[Finding]:
+    """What speculation was asked for, and stock options that go against it."""
+    given = subject.arguments.speculative
+    method = given.get("method")
+    if not given and not subject.is_embedded:
+        yield Finding(
+            "method",
+            "error",
+            "no speculative config was given",
+            "without one vLLM serves without drafts and the plugin does nothing",
+            '--speculative-config \'{"method": "dspark", "model": "DRAFTER"}\'',
+        )
+        return
+    name = f"{subject.drafter_name or ''} {' '.join(_architectures(subject))}".lower()
+    if method != "dspark" and (method is not None or "dspark" not in name):
+        yield Finding(
+            "method",
+            "error",
+            f'the speculative method is {method!r}, not "dspark"',
+            "the plugin serves DSpark alone; other methods run in vLLM as they are",
+            '"method": "dspark" in --speculative-config',
+        )
+    if given.get("num_speculative_tokens_per_batch_size"):
+        yield Finding(
+            "dynamic_width",
+            "error",
+            "num_speculative_tokens_per_batch_size is set",
+            "vLLM's draft width by batch size is ignored, or ends in an assertion, on the V2 "
+            "runner that DSpark needs; the plugin decides widths step by step instead",
+            "leave num_speculative_tokens_per_batch_size out of --speculative-config",
+        )
+    if given.get("enable_adaptive_verification"):
+        ranks = subject.arguments.integer("tensor-parallel-size", 1)
+        level: Level = "error" if ranks > 1 else "warning"
+        yield Finding(
+            "stock_adaptive",
+            level,
+            "enable_adaptive_verification asks for vLLM's own scheduler of verification",
+            "its budgets are made by each rank for itself (ranks that differ hang), it has no "
+            "margin, and hangs on drain were reported; the plugin replaces it",
+            "leave enable_adaptive_verification out of --speculative-config",
+        )
+
+
+def _architectures(subject: Subject) -> list[str]:
+    names = subject.drafter_config.get("architectures") or []
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def check_drafter(subject: Subject) -> Iterator[Finding]:
+    """Format, width, agreement with the target, tensors."""
+    if subject.drafter_folder is None:
+        if subject.drafter_name is not None:
+            yield Finding(
+                "drafter_files",
+                "warning",
+                f"{subject.drafter_name} is no local folder and not in the hub's cache",
+                "its config and tensors can only be checked when vLLM has fetched them",
+                f"hf download {subject.drafter_name}",
+            )
+        return
+    try:
+        spec = _read(subject)
+    except DrafterError as error:
+        yield _error("drafter_config", error, "use a complete DSpark drafter checkpoint")
+        return
+    subject.spec = spec
+    yield Finding("drafter_config", "ok", _described(subject))
+    yield from _check_width(subject)
+    yield from _check_match(subject)
+
+
+def _read(subject: Subject) -> DrafterSpec | StageSpec:
+    if subject.is_embedded:
+        return read_stages(subject.target_config, str(subject.target_folder))
+    assert subject.drafter_folder is not None
+    return read_spec(subject.drafter_folder)
+
+
+def _described(subject: Subject) -> str:
+    spec = subject.spec
+    assert spec is not None
+    if isinstance(spec, DrafterSpec):
+        kind = {"deepspec": "DeepSpec", "speculators": "speculators"}[spec.format]
+        return (
+            f"{kind} drafter {spec.architecture}: block {spec.block_size}"
+            f"{'' if spec.sample_from_anchor else ' (anchor included)'}, {spec.num_layers} layers, "
+            f"target layers {list(spec.target_layer_ids)}, mask id {spec.mask_token_id}, Markov "
+            f"head {spec.markov_kind or 'none'}"
+        )
+    version = "V4.1" if spec.is_v41 else "V4"
+    return (
+        f"drafter embedded in DeepSeek-{version}: block {spec.block_size}, {spec.num_stages} "
+        f"stages, target layers {list(spec.target_layer_ids)}, noise id {spec.noise_token_id}"
+    )
+
+
+def _check_width(subject: Subject) -> Iterator[Finding]:
+    spec, given = subject.spec, subject.arguments.speculative.get("num_speculative_tokens")
+    assert spec is not None
+    if given is None:
+        yield Finding(
+            "draft_width",
+            "info",
+            f"num_speculative_tokens is not given: the plugin takes {spec.default_drafts}",
+            "vLLM's own default is one too many for blocks that start with the anchor",
+            _K % spec.default_drafts,
+        )
+        return
+    try:
+        spec.check_width(int(given))
+    except DrafterError as error:
+        yield _error("draft_width", error, _K % spec.default_drafts)
+        return
+    yield Finding("draft_width", "ok", f"K = {given} of a block of {spec.block_size}")
+
+
+def _check_match(subject: Subject) -> Iterator[Finding]:
+    """The drafter against the target's config, then its tensors."""
+    spec, folder = subject.spec, subject.drafter_folder
+    assert spec is not None
+    assert folder is not None
+    has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    if isinstance(spec, DrafterSpec):
+        if not subject.target_config:
+            yield Finding(
+                "target_match",
+                "warning",
+                f"the config of {subject.arguments.target} is not at hand",
+                "vocabulary, hidden size and layer ids cannot be compared",
+                f"hf download {subject.arguments.target} config.json",
+            )
+            return
+        try:
+            target = TargetShape.from_config(subject.target_config, "the target's config")
+            spec.check_target(target)
+        except DrafterError as error:
+            use = f"a target that fits, for example {spec.verifier}" if spec.verifier else ""
+            yield _error("target_match", error, use or "the target that it was trained for")
+            return
+        yield Finding("target_match", "ok", "vocabulary, hidden size and layer ids agree")
+    if not has_weights:
+        yield Finding(
+            "drafter_tensors",
+            "warning",
+            f"{folder} holds no safetensors file",
+            "names and shapes of the weights cannot be checked",
+            "fetch the checkpoint",
+        )
+        return
+    try:
+        if isinstance(spec, DrafterSpec):
+            findings = check_checkpoint(folder, spec, target).findings
+        else:
+            findings = check_stages(folder, spec).findings
+    except DrafterError as error:
+        yield _error("drafter_tensors", error, "fetch the checkpoint again, or correct its config")
+        return
+    yield Finding("drafter_tensors", "ok", "all tensors are there and of the right shape")
+    for found in findings:
+        level: Level = "warning" if found.kind == "no_confidence_head" else "info"
+        yield Finding(
+            found.kind,
+            level,
+            found.message,
+            "windows stay full: nothing says which drafts will be accepted"
+            if level == "warning"
+            else "",
+            "a checkpoint with its confidence head" if level == "warning" else "",
+        )
+
+
+def check_quantization(subject: Subject) -> Iterator[Finding]:
+    """Quantised targets and drafters, where public reports say it hurts."""
+    target = subject.quantization
+    spec = subject.standalone
+    if "nvfp4" in target or "fp4" in target:
+        yield _fp4(subject)
+    if subject.arguments.speculative.get("quantization") and not _stored_scheme(subject):
+        yield Finding(
+            "draft_quantization",
+            "error",
+            '"quantization" is set in the speculative config, but the drafter\'s weights are plain',
+            "vLLM would look for scales that the file lacks (KeyError, or noise as weights)",
+            'leave "quantization" out of --speculative-config',
+        )
+    elif target and spec is not None and spec.quantization is None:
+        yield Finding(
+            "draft_quantization",
+            "info",
+            f"the target is quantised ({target}), the drafter is not",
+            "the drafter keeps its own dtype as long as the speculative config names no "
+            "quantization",
+        )
+    if spec is not None and spec.quantization is not None:
+        yield Finding(
+            "draft_quantization",
+            "warning",
+            f"the drafter's linear layers are stored as {spec.quantization.layout}",
+            "the fused context KV takes plain weights; reports name crashes in F.linear, and "
+            "acceptance of quantised drafters is unknown",
+            "the drafter in bf16",
+        )
+
+
+def _stored_scheme(subject: Subject) -> bool:
+    config = subject.drafter_config
+    return bool(config.get("quantization_config") or config.get("compression_config"))
+
+
+def _fp4(subject: Subject) -> Finding:
+    if subject.is_embedded:
+        return Finding(
+            "fp4_target",
+            "error",
+            "the embedded drafter's experts would take the target's FP4 scales",
+            "vLLM fails with KeyError w13_weight_scale or w13_input_scale",
+            "an FP8 or bf16 checkpoint of the target",
+        )
+    return Finding(
+        "fp4_target",
+        "warning",
+        "the target is quantised to FP4",
+        "drafters trained on bf16 hidden states were reported to accept nothing (AL 1.0), without "
+        "a message",
+        "watch vllm:dspark_accepted_tokens_total; else an FP8 or bf16 target",
+    )
+
+
+def _error(check: str, error: Exception, flag: str) -> Finding:
+    """An error of proposer/, whose messages read `where: what: remedy`."""
+    return Finding(check, "error", str(error), flag=flag)

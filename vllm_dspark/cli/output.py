@@ -1,0 +1,75 @@
+"""How commands of this package show progress and hand out results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from vllm_dspark.artifacts.store import write_atomic
+from vllm_dspark.errors import InputError
+
+STDOUT = Path("-")
+
+
+def console_for(json_file: Path | None) -> Console:
+    """Where people read: standard error if the JSON goes to standard output."""
+    return Console(stderr=json_file == STDOUT)
+
+
+def write_json(path: Path | None, text: str) -> None:
+    """The result as JSON, to a file or (for "-") to standard output; None writes nothing."""
+    if path is None:
+        return
+    if path == STDOUT:
+        typer.echo(text)
+        return
+    write_file(path, text + "\n")
+
+
+def write_file(path: Path, text: str) -> None:
+    """A file in one step, or InputError naming why it cannot be written."""
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def require_writable(path: Path | None) -> None:
+    """Raise InputError before minutes of work whose result could not be written."""
+    if path is None or path == STDOUT:
+        return
+    if path.is_dir():
+        raise InputError(f"{path} is a folder, a file name is needed")
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise InputError(f"{path}: {parent} is no folder")
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Progress]:
+    """Bars with counts, elapsed and remaining time; nothing where there is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        yield bars

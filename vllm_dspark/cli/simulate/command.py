@@ -1,0 +1,218 @@
+"""Sweeps of the simulator: what is varied, what is printed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_dspark.artifacts.store import read_calibration, read_cost_table
+from vllm_dspark.errors import SimulationError
+from vllm_dspark.planning.calibration import Calibration
+from vllm_dspark.planning.cost import CostTable
+from vllm_dspark.planning.facts import PlannerOptions
+from vllm_dspark.simulation.result import CellResult, SimulationRecord, now
+from vllm_dspark.simulation.run import simulate
+from vllm_dspark.simulation.scenario import Arrivals, Scenario, parse_policy
+from vllm_dspark.simulation.trace import Trace, read_trace, synthetic_trace, write_trace
+from vllm_dspark.simulation.whatif import (
+    Machine,
+    example_table,
+    for_width,
+    scaled,
+    with_overhead,
+)
+
+DEFAULT_POLICIES = ("off", "fixed", "argmax", "early_stop", "ours")
+_MAX_CELLS = 4096
+_EXAMPLE = "example (no --cost-table): shaped like an 8B model on an H200"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All combinations of these are simulated; the rest of `base` is the same for all."""
+
+    base: Scenario
+    policies: tuple[str, ...] = DEFAULT_POLICIES
+    loads: tuple[Arrivals, ...] = (Arrivals(),)
+    widths: tuple[int, ...] = ()  # K; empty: the trace's
+    gains: tuple[float, ...] = (0.04,)
+    replicas: tuple[int, ...] = (1,)
+    machines: tuple[Machine, ...] = (Machine(),)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Trace, prices and calibration, read."""
+
+    trace: Trace
+    table: CostTable
+    table_width: int  # K that the table was measured for
+    trace_name: str
+    table_name: str
+    calibration: Calibration | None = None
+    notes: dict[str, object] = field(default_factory=dict)
+
+
+def read_inputs(
+    trace: Path | None,
+    acceptance: Sequence[float],
+    cost_table: Path | None,
+    calibration: Path | None,
+    overhead_ms: float | None,
+    prompt_tokens: int,
+    seed: int,
+) -> Inputs:
+    """Read what was named; raises InputError, ArtifactError or SimulationError."""
+    if (trace is None) == (not acceptance):
+        raise SimulationError("give either --trace or --acceptance")
+    if trace is not None:
+        requests, name = read_trace(trace, seed, prompt_tokens), str(trace)
+    else:
+        requests = synthetic_trace(acceptance, prompt=prompt_tokens, spread=0.5, seed=seed)
+        name = f"synthetic, acceptance {', '.join(f'{a:g}' for a in acceptance)}"
+    if cost_table is not None:
+        record = read_cost_table(cost_table)
+        table, width = record.to_table(), record.fingerprint.num_speculative_tokens
+    else:
+        table, width = example_table(requests.width), requests.width
+    if overhead_ms is not None:
+        table = with_overhead(table, overhead_ms)
+    fitted = None
+    if calibration is not None:
+        fitted = read_calibration(calibration, requests.width).to_calibration()
+    return Inputs(
+        requests,
+        table,
+        width,
+        name,
+        _EXAMPLE if cost_table is None else str(cost_table),
+        fitted,
+        {
+            **requests.notes,
+            "requests": requests.num_requests,
+            "steps": len(requests.position),
+            "accepted_length_at_full_windows": requests.accepted_length,
+        },
+    )
+
+
+def cells(sweep: Sweep, trace: Trace) -> Iterator[tuple[Scenario, int, Machine]]:
+    """Scenario, K and machine of each combination; the margin is varied for `ours` alone."""
+    widths = sweep.widths or (trace.width,)
+    combinations = product(sweep.machines, sweep.replicas, widths, sweep.loads, sweep.policies)
+    for machine, replicas, width, load, text in combinations:
+        policy = parse_policy(text, width)
+        gains = sweep.gains if policy.name == "ours" else sweep.gains[:1]
+        for gain in gains:
+            options = replace(sweep.base.options, min_gain=gain)
+            yield (
+                replace(
+                    sweep.base, policy=policy, arrivals=load, replicas=replicas, options=options
+                ),
+                width,
+                machine,
+            )
+
+
+def run_sweep(sweep: Sweep, inputs: Inputs, exact: bool, console: Console) -> SimulationRecord:
+    """Simulate all combinations."""
+    plan = list(cells(sweep, inputs.trace))
+    if len(plan) > _MAX_CELLS:
+        raise SimulationError(f"{len(plan)} combinations; at most {_MAX_CELLS} are simulated")
+    found = []
+    with console.status("compiling") as status:
+        for number, (scenario, width, machine) in enumerate(plan, 1):
+            label = f"{scenario.arrivals.label}, {scenario.policy.label}"
+            status.update(f"{number} of {len(plan)}: {label}")
+            trace = inputs.trace.narrowed(width)
+            table = scaled(for_width(inputs.table, inputs.table_width, width), machine)
+            found.append(
+                simulate(
+                    trace,
+                    table,
+                    scenario,
+                    _narrowed(inputs.calibration, width),
+                    exact=exact and scenario.policy.name == "ours",
+                    machine=machine.label,
+                )
+            )
+    return SimulationRecord(
+        created=now(),
+        trace=inputs.trace_name,
+        cost_table=inputs.table_name,
+        notes=dict(inputs.notes),
+        cells=tuple(found),
+    )
+
+
+def _narrowed(calibration: Calibration | None, width: int) -> Calibration | None:
+    if calibration is None or calibration.num_positions == width:
+        return calibration
+    c = calibration
+    return Calibration(
+        c.greedy[:width], c.sampled[:width], c.greedy_offset[:width], c.sampled_offset[:width]
+    )
+
+
+def planner_options(
+    hysteresis: int, skip_draft: bool, drain_guard: bool, probe_interval: int
+) -> PlannerOptions:
+    """Planner options from the command line."""
+    return PlannerOptions(
+        hysteresis_steps=hysteresis,
+        skip_draft=skip_draft,
+        drain_guard=drain_guard,
+        probe_interval=probe_interval,
+    )
+
+
+def save_trace(path: Path | None, trace: Trace) -> None:
+    """The compact form of what was read."""
+    if path is not None:
+        write_trace(path, trace)
+
+
+def print_record(record: SimulationRecord, console: Console) -> None:
+    """A table per load and machine; the fastest row of each is marked."""
+    console.print(f"trace: {record.trace}\ncost table: {record.cost_table}", highlight=False)
+    several = len({cell.min_gain for cell in record.cells}) > 1
+    groups: dict[tuple[str, str, int], list[CellResult]] = {}
+    for cell in record.cells:
+        groups.setdefault((cell.arrivals, cell.machine, cell.replicas), []).append(cell)
+    for (load, machine, replicas), cells_of in groups.items():
+        title = load + (f", {replicas} engines" if replicas > 1 else "")
+        console.print(_table(title + (f", {machine}" if machine else ""), cells_of, several))
+    unfinished = [c for c in record.cells if c.completed < c.requests]
+    if unfinished:
+        console.print(f"{len(unfinished)} runs ended at the step limit, before their requests did")
+
+
+_TITLES = ("policy", "K", "tokens/s", "AL", "window", "step ms", "TPOT ms", "TTFT ms", "p99 s")
+
+
+def _table(title: str, rows: Sequence[CellResult], several_gains: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for name in (*_TITLES, "drafts"):
+        justify = "left" if name == "policy" else "right"
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    best = max(cell.tokens_per_s for cell in rows)
+    for cell in rows:
+        gain = f", gain {cell.min_gain:g}" if several_gains and cell.policy == "ours" else ""
+        table.add_row(
+            cell.policy + gain,
+            str(cell.width),
+            f"{cell.tokens_per_s:.1f}",
+            f"{cell.accepted_length:.2f}",
+            f"{cell.mean_window:.2f}",
+            f"{cell.step_ms:.2f}",
+            f"{cell.tpot_ms.p50:.2f}",
+            f"{cell.ttft_ms.p50:.1f}",
+            f"{cell.latency_ms.p99 / 1e3:.2f}",
+            f"{cell.draft_share:.0%}",
+            style="bold" if cell.tokens_per_s >= best else None,
+        )
+    return table

@@ -1,0 +1,1 @@
+"""`vllm-dspark top`: a running server, as its /metrics tell it."""

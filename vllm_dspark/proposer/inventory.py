@@ -1,0 +1,187 @@
+"""What a safetensors checkpoint holds, from the headers of its files; no weight is read.
+
+Files come from others: every field is checked before it is used, and nothing in them is executed.
+"""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_dspark.errors import DrafterError
+from vllm_dspark.proposer.keys import read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Far above any real header; a corrupt length must not make us read gigabytes.
+MAX_HEADER_BYTES = 100 * 1024 * 1024
+# Names listed before an error is cut short.
+MAX_NAMED = 12
+
+# Bytes of an element by safetensors' name of its type.
+ELEMENT_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+FLOATS = ("F64", "F32", "F16", "BF16")
+READABLE = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
+# safetensors' name of each torch type
+TORCH_NAMES = {
+    **{dtype: name for name, dtype in READABLE.items()},
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as its file's header describes it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+    # byte range in the file
+    start: int
+    stop: int
+
+
+def read_inventory(folder: str | Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint folder, from a single file or the shards of an index."""
+    folder = Path(folder)
+    if (folder / INDEX).is_file():
+        return _read_shards(folder)
+    if (folder / SINGLE).is_file():
+        return _read_header(folder / SINGLE)
+    raise DrafterError(
+        f"{folder} holds neither {SINGLE} nor {INDEX}: give a safetensors checkpoint "
+        "(convert a pytorch_model.bin first)"
+    )
+
+
+def _read_shards(folder: Path) -> dict[str, StoredTensor]:
+    index = folder / INDEX
+    weight_map = read_json(index, "a checkpoint").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(s, str) for s in weight_map.values()):
+        raise DrafterError(f"{index}: 'weight_map' must map tensor names to files: fetch it again")
+    inventory: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        if shard != Path(shard).name or not shard.endswith(".safetensors"):
+            raise DrafterError(
+                f"{index} names the shard {shard!r}: shards are .safetensors files beside the index"
+            )
+        for name, tensor in _read_header(folder / shard).items():
+            if name in inventory:
+                raise DrafterError(
+                    f"{index}: {name} is in {inventory[name].file.name} and in {shard}: delete the "
+                    "shards that are left over from another export"
+                )
+            inventory[name] = tensor
+    absent = [name for name in weight_map if name not in inventory]
+    if absent:
+        raise DrafterError(
+            f"{index} lists tensors that its shards lack: {listed(absent)}: "
+            "fetch the checkpoint again"
+        )
+    return inventory
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    if not file.is_file():
+        raise DrafterError(f"{file} does not exist: fetch the checkpoint again")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+            raise DrafterError(
+                f"{file} is not a safetensors file (its header claims {length} of {size} bytes): "
+                "it is truncated or a Git LFS pointer; fetch it again"
+            )
+        try:
+            header = json.loads(stream.read(length))
+        except (ValueError, RecursionError) as error:
+            raise DrafterError(
+                f"{file}: the header is not valid JSON ({error}): fetch the file again"
+            ) from error
+    if not isinstance(header, dict):
+        raise DrafterError(f"{file}: the header must be a JSON object: fetch the file again")
+    return {
+        name: _entry(file, name, entry, 8 + length, size)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:
+    """One tensor's entry, every field of it checked; data: where the file's data begin."""
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    shape: Any = fields.get("shape")
+    dtype: Any = fields.get("dtype")
+    offsets: Any = fields.get("data_offsets")
+    known = isinstance(dtype, str) and dtype in ELEMENT_BYTES
+    if not known or not _naturals(shape) or not _naturals(offsets, 2):
+        raise DrafterError(
+            f"{file}: {name} is described as {str(entry)[:200]}, which is no safetensors entry "
+            f"(dtypes are {', '.join(ELEMENT_BYTES)}): fetch the file again"
+        )
+    start, stop = data + offsets[0], data + offsets[1]
+    if stop > size:
+        raise DrafterError(
+            f"{file} ends at byte {size}, before the end of {name} at {stop}: "
+            "the download is incomplete; fetch it again"
+        )
+    if stop - start != math.prod(shape) * ELEMENT_BYTES[dtype]:
+        raise DrafterError(
+            f"{file}: {name} has shape {shape} of {dtype} but {stop - start} bytes: "
+            "the file is damaged; fetch it again"
+        )
+    return StoredTensor(tuple(shape), dtype, file, start, stop)
+
+
+def _naturals(value: Any, count: int | None = None) -> bool:
+    """Whether value is a list of integers >= 0 (that many, if `count` is given)."""
+    return (
+        isinstance(value, list)
+        and (count is None or len(value) == count)
+        and all(type(i) is int and i >= 0 for i in value)
+    )
+
+
+def read_tensor(stored: StoredTensor) -> torch.Tensor:
+    """Load one tensor to the CPU, in its stored dtype."""
+    if stored.dtype not in READABLE:
+        raise DrafterError(
+            f"{stored.file}: a tensor has dtype {stored.dtype}: this reader knows "
+            f"{', '.join(READABLE)}; quantised head weights are not supported"
+        )
+    with stored.file.open("rb") as stream:
+        stream.seek(stored.start)
+        raw = bytearray(stream.read(stored.stop - stored.start))
+    dtype = READABLE[stored.dtype]
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.view(stored.shape)
+
+
+def listed(names: list[str]) -> str:
+    """Names for an error message, the first dozen and how many more."""
+    more = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def parameter_count(tensors: dict[str, StoredTensor]) -> int:
+    """Stored numbers, for logs."""
+    return sum(math.prod(tensor.shape) for tensor in tensors.values())

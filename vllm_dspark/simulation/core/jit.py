@@ -1,0 +1,36 @@
+"""How the simulator's functions are compiled, and when compiled code may be reused.
+
+numba's cache looks at the file of the cached function alone, not at those of the functions it
+calls. So only entry points are cached, and each closes over a stamp of all sources of this
+folder: numba hashes closures, and an edit anywhere here compiles anew.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+
+inner = numba.njit(**_OPTIONS)
+
+
+def entry(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that Python calls; kept on disk where that is possible."""
+    try:
+        cached: Callable[..., Any] = numba.njit(cache=True, **_OPTIONS)(function)
+    except RuntimeError as reason:  # "cannot cache function ...: no locator available"
+        if "cannot cache" not in str(reason):
+            raise
+        cached = numba.njit(**_OPTIONS)(function)
+    return cached
+
+
+def source_stamp() -> int:
+    """Number that changes with any source file of this folder."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest()[:7], "little")
