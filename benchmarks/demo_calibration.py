@@ -3,8 +3,9 @@
     vllm-dspark calibrate TARGET --enforce-eager --max-num-seqs 32 --max-model-len 2048 \
         --dtype bfloat16 --kv-cache-memory-bytes 1073741824 --speculative-config SPEC \
         --prompts HELDOUT.jsonl --max-tokens 96 --json greedy-drafts.json
+        [or a recording of such a run: --recording PAIRS.jsonl instead of --prompts]
     (the same with "draft_sample_method": "probabilistic" and --temperature 1: sampled-drafts.json)
-    python -m benchmarks.demo_calibration greedy-drafts.json sampled-drafts.json
+    python -m benchmarks.demo_calibration greedy-drafts.json sampled-drafts.json PAIRS.jsonl
 
 TARGET: `python -m vllm_dspark.demo.target`; SPEC: the packaged drafter with K = 7; HELDOUT.jsonl:
 prompts that the drafter was not trained on (examples/train_drafter/prompts.py, `is_heldout`).
@@ -17,13 +18,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from vllm_dspark.artifacts.pairs import read_pairs
 from vllm_dspark.artifacts.schema import CalibrationRecord
 from vllm_dspark.artifacts.store import write_atomic, write_record
+from vllm_dspark.cli.calibrate import pairs_by_class
+from vllm_dspark.planning.reliability import fit_class, held_out_prompts
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/benchmarks/demo-calibration.md"
 PACKAGED = ROOT / "vllm_dspark/demo/calibration.json"
 GOAL = 0.03
+SPLITS = 20
 PROMPTS = "public prompts that the drafter was not trained on"
 # Paths of the machine that measured are nobody's business.
 DROPPED = ("model", "drafter", "artifacts", "source", "figures", "calibration")
@@ -34,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("greedy_drafts", type=Path)
     parser.add_argument("sampled_drafts", type=Path)
+    parser.add_argument("recording", type=Path, help="pairs of the run with greedy drafts")
     paths = parser.parse_args(argv)
     reports = {
         "greedy drafts": json.loads(paths.greedy_drafts.read_text()),
@@ -46,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
         for name, report in reports.items()
     }
     write_atomic(PAGE.with_suffix(".json"), json.dumps(kept, indent=1) + "\n")
-    write_atomic(PAGE, page(reports))
+    write_atomic(PAGE, page(reports) + splits(paths.recording))
 
 
 def page(reports: dict[str, dict[str, Any]]) -> str:
@@ -63,8 +71,9 @@ def page(reports: dict[str, dict[str, Any]]) -> str:
         f"""# Calibration of the demo pair
 
 SmolLM2-135M-Instruct with the packaged drafter on a 2-core Xeon (CPU build, bf16), K = 7,
-{greedy_drafts["prompts"]} {PROMPTS}, 96 tokens each. One half of the prompts fits, the other half
-judges: all figures are of the judging half. Made with `vllm-dspark calibrate` and
+{greedy_drafts["prompts"]} {PROMPTS} ({sampled_drafts["prompts"]} for
+the last table), 96 tokens each. One half of the prompts fits, the other half judges: all figures
+are of the judging half. Made with `vllm-dspark calibrate` and
 `benchmarks/demo_calibration.py` (its head has the commands); the fit for vLLM's default is packaged
 as `vllm_dspark/demo/calibration.json`, and `vllm-dspark demo` uses it.
 
@@ -83,10 +92,51 @@ vLLM drafts the argmax by default, which a request at T = 1 accepts with p(argma
 the head says about {said:.0%} and {before["base_rate"]:.0%} are accepted. That is a bias, which no
 temperature mends (it cannot move a confidence across 1/2), so `calibrate` fits an offset per
 position too where STS alone clearly falls short (`--fit sts` keeps it from doing so); the column
-"STS alone" shows what it would have been. A calibration therefore belongs to a rule of acceptance,
-which is part of its fingerprint (`acceptance_rule`).
+"STS alone" shows what it would have been. With sampled drafts the raw head is right, and more of
+them are accepted ({sampled_drafts["classes"]["sampled"]["positions"][0]["base_rate"]:.0%} at
+position 1). A calibration therefore belongs to a rule of acceptance, which is part of its
+fingerprint (`acceptance_rule`).
 """
     )
+
+
+def splits(recording: Path) -> str:
+    """How much of a held-out ECE is the luck of one split."""
+    _, found = read_pairs(recording)
+    names = {pair.request_id: index for index, pair in enumerate(found)}
+    index = {name: number for number, name in enumerate(names)}
+    classes, _ = pairs_by_class([(index[pair.request_id], pair) for pair in found])
+    lines = [
+        "",
+        "## One split and many",
+        "",
+        f"ECE after calibration (with offsets, greedy drafts) over {SPLITS} random halves of the",
+        "prompts: mean, and the largest of all.",
+        "",
+        "| position | T = 0 mean | largest | T = 1 mean | largest |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    errors = {}
+    for name, pairs in classes.items():
+        errors[name] = np.array(
+            [
+                [
+                    position.after.ece
+                    for position in fit_class(
+                        pairs, held_out_prompts(len(index), 0.5, seed), "affine"
+                    ).positions
+                ]
+                for seed in range(SPLITS)
+            ]
+        )
+    for k in range(next(iter(errors.values())).shape[1]):
+        cells = [
+            f"{value:.3f}"
+            for name in ("greedy", "sampled")
+            for value in (errors[name][:, k].mean(), errors[name][:, k].max())
+        ]
+        lines.append(f"| {k + 1} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def section(title: str, report: dict[str, Any], name: str) -> str:

@@ -105,7 +105,10 @@ def test_too_little_data_exits_with_3(tmp_path: Path) -> None:
     [
         (["profile"], "name the target model"),
         (["profile", "T", "--repeats", "1"], "--repeats"),
+        (["profile", "T", "--plot", "cost.gif"], "ends in .png or .svg"),
         (["calibrate"], "name the target model"),
+        (["calibrate", "T", "--plot", "x"], "ends in .png or .svg"),
+        (["calibrate", "T", "--json", "/"], "is a folder"),
         (["calibrate", "T", "--prompts", "/nowhere"], "neither a JSONL file nor"),
         (["calibrate", "T", "--held-out", "2"], "--held-out 2.0"),
         (["calibrate", "--recording", "/nowhere", "--output", "x"], "cannot read"),

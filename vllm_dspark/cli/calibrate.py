@@ -137,7 +137,7 @@ def _collecting(options: CalibrateOptions, console: Console) -> AbstractContextM
 
 
 def _fitted(collected: _Collected, options: CalibrateOptions) -> CalibrateReport:
-    classes, notes = _by_class(collected.pairs)
+    classes, notes = pairs_by_class(collected.pairs)
     width = next(iter(classes.values())).num_positions
     against = read_calibration(options.against, width) if options.against else None
     held_out = held_out_prompts(collected.num_prompts, options.held_out, options.seed)
@@ -279,7 +279,7 @@ def _generate(
 # ---- fitting
 
 
-def _by_class(pairs: Sequence[tuple[int, Pair]]) -> tuple[dict[str, Pairs], list[str]]:
+def pairs_by_class(pairs: Sequence[tuple[int, Pair]]) -> tuple[dict[str, Pairs], list[str]]:
     """Pairs that may teach, per request class; and what was left out."""
     notes, classes = [], {}
     touched = sum(1 for _, pair in pairs if not pair.untouched)

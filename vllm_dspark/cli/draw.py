@@ -50,10 +50,18 @@ def require_matplotlib() -> None:
         raise InputError(INSTALL_HINT)
 
 
-def draw_image(figures: Sequence[Figure], path: Path) -> None:
-    """All figures in one PNG or SVG file, written in one step."""
+def require_drawable(path: Path | None) -> None:
+    """Raise InputError before work whose picture could not be drawn; None asks for none."""
+    if path is None:
+        return
+    require_matplotlib()
     if path.suffix not in FORMATS:
         raise InputError(f"{path}: choose a name that ends in {' or '.join(FORMATS)}")
+
+
+def draw_image(figures: Sequence[Figure], path: Path) -> None:
+    """All figures in one PNG or SVG file, written in one step."""
+    require_drawable(path)
     data = _render(figures, path.suffix[1:])
     temporary = path.with_name(f".{path.name}.part")
     try:

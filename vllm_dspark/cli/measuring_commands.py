@@ -84,12 +84,11 @@ def profile(
     arguments = _engine_arguments(context)
     with _reporting(json_file) as console:
         from vllm_dspark.cli import profile as command
-        from vllm_dspark.cli.draw import draw_image, require_matplotlib
+        from vllm_dspark.cli.draw import draw_image, require_drawable
         from vllm_dspark.cli.figures import cost_figures
 
         _require_outputs(json_file, plot_file)
-        if plot_file is not None:
-            require_matplotlib()
+        require_drawable(plot_file)
         _preload()
         options = command.ProfileOptions(
             arguments=arguments,
@@ -179,11 +178,10 @@ def calibrate(
     with _reporting(json_file) as console:
         from vllm_dspark.cli import calibrate as command
         from vllm_dspark.cli import calibrate_view as view
-        from vllm_dspark.cli.draw import require_matplotlib
+        from vllm_dspark.cli.draw import require_drawable
 
         _require_outputs(json_file, plot_file)
-        if plot_file is not None:
-            require_matplotlib()
+        require_drawable(plot_file)
         if recording is None:
             _preload()
         options = command.CalibrateOptions(

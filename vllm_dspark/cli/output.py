@@ -17,7 +17,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from vllm_dspark.artifacts.store import write_atomic
 from vllm_dspark.errors import InputError
 
 STDOUT = Path("-")
@@ -40,6 +39,9 @@ def write_json(path: Path | None, text: str) -> None:
 
 def write_file(path: Path, text: str) -> None:
     """A file in one step, or InputError naming why it cannot be written."""
+    # Imported here: pydantic would slow down every start of the command.
+    from vllm_dspark.artifacts.store import write_atomic
+
     try:
         write_atomic(path, text)
     except OSError as error:

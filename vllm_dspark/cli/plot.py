@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_dspark.cli.draw import FORMATS, draw_image, html_report, require_matplotlib
+from vllm_dspark.cli.draw import (
+    draw_image,
+    html_report,
+    require_drawable,
+    require_matplotlib,
+)
 from vllm_dspark.cli.figures import KINDS, figures_of
 from vllm_dspark.cli.output import require_writable, write_file
 from vllm_dspark.cli.result_figures import Figure
@@ -39,8 +44,7 @@ def run_plot(
     unknown = set(only) - set(KINDS)
     if unknown:
         raise InputError(f"--only {', '.join(sorted(unknown))}: kinds are {', '.join(KINDS)}")
-    if image is not None and image.suffix not in FORMATS:
-        raise InputError(f"{image}: choose a name that ends in {' or '.join(FORMATS)}")
+    require_drawable(image)
     for path in (image, page):
         require_writable(path)
     sources = _sources(files, only)

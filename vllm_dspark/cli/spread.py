@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_dspark.artifacts.fingerprint import Fingerprint
 from vllm_dspark.errors import DSparkError, EngineError, InputError
 
 logger = logging.getLogger(__name__)
@@ -202,6 +201,8 @@ def make_replicas(place: RayPlace | None, factory: type, arguments: Sequence[Any
 
 def one_identity(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The description that all replicas share; InputError where machines or models differ."""
+    from vllm_dspark.artifacts.fingerprint import Fingerprint
+
     first = descriptions[0]
     wanted = Fingerprint.model_validate(first["fingerprint"])
     for other in descriptions[1:]:
