@@ -30,7 +30,10 @@ EXTRAS = {
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "openai>=1",
+        # `python -m build --no-isolation` and what it builds with
         "build>=1.2",
+        "setuptools>=77",
+        "wheel>=0.43",
         "twine>=6",
     ],
     "lint": ["ruff==0.14.6", "mypy==1.18.2"],
