@@ -51,7 +51,7 @@ def test_models_and_width(config: tuple[Path, dict[str, Any]]) -> None:
     assert speculative.get("num_speculative_tokens") == width
 
 
-def test_what_vllm_and_we_make_of_it(config: tuple[Path, dict[str, Any]]) -> None:
+def test_what_vllm_and_we_make_of_it(config: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Catches keys that vLLM's config classes do not have, and illegal options of ours."""
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -62,7 +62,8 @@ def test_what_vllm_and_we_make_of_it(config: tuple[Path, dict[str, Any]]) -> Non
     DSparkConfig.from_mapping(speculative.pop("dspark", None), width)
     assert set(speculative) <= set(SpeculativeConfig.__dataclass_fields__)
     fields = AsyncEngineArgs.__dataclass_fields__
-    AsyncEngineArgs(**{name: value for name, value in given.items() if name in fields})
+    known = {name: value for name, value in given.items() if name in fields}
+    AsyncEngineArgs(**{**known, "model": str(tmp_path)})  # offline, a name would be looked up
     rest = set(given) - set(fields)
     assert rest <= {"enable_auto_tool_choice", "tool_call_parser"}, f"{path.name}: {rest}"
 

@@ -6,7 +6,6 @@ here, with a tiny pair in the place of TARGET and DRAFTER and one server for all
 
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -167,7 +166,11 @@ def port(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     log = tmp_path_factory.mktemp("docs") / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            shlex.split(text), cwd=ROOT, env=environment(), stdout=output, stderr=output
+            ["bash", "-c", f"exec {text}"],  # exec: signals reach the server
+            cwd=ROOT,
+            env=environment(),
+            stdout=output,
+            stderr=output,
         )
     try:
         deadline = time.monotonic() + START_S

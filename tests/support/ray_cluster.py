@@ -24,6 +24,7 @@ def local_ray(cpus: int) -> Iterator[Any]:
 
     folder = tempfile.mkdtemp(prefix="ray-")  # short: Ray's sockets live below it
     ray.init(
+        address="local",  # never one that somebody else has started on this machine
         num_cpus=cpus,
         include_dashboard=False,
         object_store_memory=80 << 20,

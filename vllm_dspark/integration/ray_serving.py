@@ -84,18 +84,19 @@ def llm_config(given: RayArguments) -> LLMConfig:
     served = engine.pop("served_model_name", None) or source
     environment = process_environment()
     targets = given.targets or DSparkConfig().resolved_cache_dir() / "ray-metrics"
-    return LLMConfig(
-        model_loading_config={
-            "model_id": given.name or (served if isinstance(served, str) else served[0]),
-            "model_source": source,
-        },
-        accelerator_config={"kind": given.kind},
-        deployment_config={"num_replicas": given.replicas},
-        engine_kwargs=engine,
-        server_cls=DSparkServer,
-        log_engine_metrics=False,  # vLLM's go to the replica's own port too, not to Ray's agent
-        runtime_env={"env_vars": {k: environment[k] for k in _CARRIED if k in environment}},
-        experimental_configs={_TARGETS: str(targets)},
+    name = given.name or (served if isinstance(served, str) else served[0])
+    return LLMConfig.model_validate(
+        {
+            "model_loading_config": {"model_id": name, "model_source": source},
+            "accelerator_config": {"kind": given.kind},
+            "deployment_config": {"num_replicas": given.replicas},
+            "engine_kwargs": engine,
+            "server_cls": DSparkServer,
+            # vLLM's metrics go to the replica's own port too, not to Ray's agent
+            "log_engine_metrics": False,
+            "runtime_env": {"env_vars": {k: environment[k] for k in _CARRIED if k in environment}},
+            "experimental_configs": {_TARGETS: str(targets)},
+        }
     )
 
 
@@ -114,7 +115,8 @@ class DSparkServer(LLMServer):
 
     async def dspark_replica(self) -> dict[str, Any]:
         """What runs in this replica; for checks by `DeploymentHandle.dspark_replica.remote()`."""
-        config = self.engine.vllm_config
+        engine: Any = self.engine  # an instance of `_engine_class`
+        config = engine.vllm_config
         carried = carried_by(config)
         return {
             "replica": self._replica(),
