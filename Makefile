@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export TRANSFORMERS_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: venv demo test test-fast bench lint format clean
+.PHONY: venv demo test test-fast bench lint format clean docs dist
 
 venv:
 	@$(PYTHON) tools/bootstrap.py --venv $(VENV)
@@ -31,6 +31,16 @@ bench: venv
 
 lint: venv
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+docs: venv
+	$(BIN)/python tools/make_pages.py
+	$(BIN)/python -m mkdocs build --strict
+
+dist: venv
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tools/check_wheel.py dist/*.whl
 
 format: venv
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

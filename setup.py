@@ -30,11 +30,17 @@ EXTRAS = {
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "openai>=1",
+        # `python -m build --no-isolation` and what it builds with
+        "build>=1.2",
+        "setuptools>=77",
+        "wheel>=0.43",
+        "twine>=6",
     ],
     "lint": ["ruff==0.14.6", "mypy==1.18.2"],
     "plot": ["matplotlib>=3.8"],
-    "ray": ["ray[default]>=2.40"],
-    "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
+    # not ray[llm]: that pins a vLLM of its own; the two below bring all it imports
+    "ray": ["ray[default,serve]>=2.60"],
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10"],
 }
 
 setup(
@@ -44,6 +50,7 @@ setup(
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["vllm_dspark", "vllm_dspark.*"]),
     package_data={"vllm_dspark": ["py.typed", "demo/drafter/*", "demo/calibration.json"]},

