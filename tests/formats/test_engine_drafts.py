@@ -5,7 +5,7 @@ layouts, positions, masks, windows, vocabularies, caps, confidences. Steps with 
 and (first) no drafts behind them are compared.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ CASES = {
     ),
 }
 PROMPT = [(7 * i + i * i) % 94 for i in range(70)]  # longer than the drafter's own table
-STEPS = 6
+STEPS = 5
 
 
 @pytest.fixture(scope="module")
@@ -167,28 +167,37 @@ def reference_of(case: Case, spec: Any, tensors: dict, model: ReferenceTarget) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_are_those_of_the_reference(name: str, target: Callable, tmp_path: Path) -> None:
-    from vllm import SamplingParams
-
+    """Twice the same prompt: the second time two of its blocks come from the prefix cache."""
     case = CASES[name]
     folder, model = target(case.family)
     drafter = tmp_path / "drafter"
     spec, tensors = random_drafter(drafter, case.config, without=case.without)
     reference = reference_of(case, spec, tensors, model)
+    speculative = dspark(drafter, num_speculative_tokens=case.width)
+    with engine(folder, speculative, block_size=32) as llm:
+        for turn in ("first", "cached"):
+            for tokens, found, scores in drafted(llm, turn, case.width):
+                aux = model.aux(tokens[:-1], spec.target_layer_ids)
+                wanted, confidences = reference.draft(aux, tokens[-1], case.width)
+                assert found == wanted, f"{turn} prompt, after {len(tokens)} tokens"
+                if confidences:
+                    np.testing.assert_allclose(scores, confidences, rtol=1e-3, atol=1e-3)
+        hits = {m.name: m.value for m in llm.get_metrics() if "prefix_cache_hits" in m.name}
+        assert hits["vllm:prefix_cache_hits"] >= 64
+
+
+def drafted(llm: Any, name: str, width: int) -> Iterator[tuple[list[int], list[int], list[float]]]:
+    """Step a request by hand: tokens so far, drafts made after them, their confidence logits."""
+    from vllm import SamplingParams
+
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    compared = 0
-    with engine(folder, dspark(drafter, num_speculative_tokens=case.width)) as llm:
-        speculator = runner_of(llm).speculator
-        llm.llm_engine.add_request("0", {"prompt_token_ids": PROMPT}, sampling)
+    speculator = runner_of(llm).speculator
+    llm.llm_engine.add_request(name, {"prompt_token_ids": PROMPT}, sampling)
+    for _ in range(STEPS):
         tokens = list(PROMPT)
-        while compared < STEPS:
-            for output in llm.llm_engine.step():
-                tokens = PROMPT + list(output.outputs[0].token_ids)
-            found = speculator.draft_tokens[0, : case.width].tolist()
-            scores = speculator.confidence_logits[0, : case.width].tolist()
-            aux = model.aux(tokens[:-1], spec.target_layer_ids)
-            wanted, confidences = reference.draft(aux, tokens[-1], case.width)
-            assert found == wanted, f"after {len(tokens)} tokens"
-            if confidences:
-                np.testing.assert_allclose(scores, confidences, rtol=1e-3, atol=1e-3)
-            compared += 1
-        llm.llm_engine.abort_request(["0"])
+        for output in llm.llm_engine.step():
+            tokens += list(output.outputs[0].token_ids)
+        found = speculator.draft_tokens[0, :width].tolist()
+        yield tokens, found, speculator.confidence_logits[0, :width].tolist()
+    llm.llm_engine.abort_request([name])
+    llm.llm_engine.step()

@@ -263,6 +263,11 @@ SECTIONS: tuple[Section, ...] = (
             ),
             Row("LoRA on the target", "works, host windows", (f"{FORMATS}test_lora.py::*",)),
             Row(
+                "two pipeline ranks",
+                "works, host windows",
+                (f"{FORMATS}test_pipeline_parallel.py::*",),
+            ),
+            Row(
                 "calibration poisoned by altered distributions",
                 "they teach nothing",
                 (
@@ -295,7 +300,6 @@ SECTIONS: tuple[Section, ...] = (
                 "not tested; the drafter's cache is a group of vLLM's",
             ),
             Row("data parallel", "full windows: ranks cannot agree on a plan yet"),
-            Row("pipeline parallel", "settled to host windows at the start; not run"),
             Row("fp8 KV cache of the drafter", "vLLM's; published reports say acceptance falls"),
             Row("multimodal targets with images, M-RoPE", "not tested"),
             Row("NVFP4 targets, FlashMLA shapes, MNNVL buffers", "GPU only, not run"),

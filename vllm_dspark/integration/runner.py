@@ -114,6 +114,13 @@ class DSparkRunnerMixin:
         resolution = self._resolution
         if resolution is None or not resolution.scheduling or self.speculator is None:
             return
+        if self.vllm_config.parallel_config.pipeline_parallel_size > 1 and resolution.needs_profile:
+            # Ranks without a drafter have left already: dummy steps would wait for them for ever.
+            logger.warning(
+                "vllm-dspark: full windows in this run: a pipeline's step times are not measured "
+                "at start-up; give one with dspark.cost_table"
+            )
+            return
         measured = get_tp_group().broadcast_object(resolution.needs_profile, src=0)
         if not measured:
             return
