@@ -22,7 +22,14 @@ from vllm_dspark.bench.process import Host, WorkerHost
 from vllm_dspark.bench.runner import Gates, Grid, Progress, run
 from vllm_dspark.bench.server import ServerHost
 from vllm_dspark.bench.store import Cell, CellStore, read_cells
-from vllm_dspark.bench.workload import WORKLOADS, Question, Sizes, load_questions, random_questions
+from vllm_dspark.bench.workload import (
+    WORKLOADS,
+    Question,
+    Sizes,
+    Workload,
+    load_questions,
+    random_questions,
+)
 from vllm_dspark.cli.demo import stop_on_signals
 from vllm_dspark.cli.serve import serve_environment
 from vllm_dspark.config import process_environment
@@ -38,10 +45,10 @@ class BenchOptions:
     """What the command line says."""
 
     out: Path
-    modes: tuple[str, ...]
+    modes: tuple[Mode, ...]
     concurrencies: tuple[int, ...]
     temperatures: tuple[float, ...]
-    workloads: tuple[str, ...]
+    workloads: tuple[Workload, ...]
     repeats: int
     sizes: Sizes
     target: str | None = None
@@ -70,10 +77,10 @@ class BenchOptions:
     ) -> BenchOptions:
         """From the command line's texts; BenchError names the option that cannot be read."""
         return cls(
-            modes=tuple(_items("--modes", modes, str)),
+            modes=tuple(_items("--modes", modes, Mode.parse)),
             concurrencies=tuple(_items("--concurrency", concurrencies, _positive)),
             temperatures=tuple(_items("--temperature", temperatures, float)),
-            workloads=tuple(_items("--workload", workloads, str)),
+            workloads=tuple(_items("--workload", workloads, _workload)),
             sizes=Sizes(tokens, least_tokens),
             pair=_pair_fields(pair),
             gates=Gates(*gates),
@@ -99,6 +106,12 @@ def _positive(text: str) -> int:
     if value < 1:
         raise ValueError(f"{value} is less than 1")
     return value
+
+
+def _workload(text: str) -> Workload:
+    if text not in WORKLOADS:
+        raise ValueError(f"{text!r} is no workload; choose from {', '.join(WORKLOADS)}")
+    return WORKLOADS[text]
 
 
 def _pair_fields(text: str) -> dict[str, Any]:
@@ -181,15 +194,12 @@ def _pair(options: BenchOptions) -> PairSpec:
 
 
 def _grid(options: BenchOptions) -> Grid:
-    unknown = [name for name in options.workloads if name not in WORKLOADS]
-    if unknown:
-        raise BenchError(f"workload {unknown[0]!r}: choose from {', '.join(WORKLOADS)}")
     return Grid(
-        tuple(WORKLOADS[name] for name in options.workloads),
+        options.workloads,
         options.concurrencies,
         options.temperatures,
         options.repeats,
-        tuple(Mode.parse(name) for name in options.modes),
+        options.modes,
         options.sizes,
     )
 
@@ -226,10 +236,10 @@ def _host_maker(options: BenchOptions) -> Any:
 def _settings(options: BenchOptions) -> dict[str, Any]:
     """The options without paths of this machine."""
     return {
-        "modes": list(options.modes),
+        "modes": [mode.name for mode in options.modes],
         "concurrencies": list(options.concurrencies),
         "temperatures": list(options.temperatures),
-        "workloads": list(options.workloads),
+        "workloads": [workload.name for workload in options.workloads],
         "repeats": options.repeats,
         "tokens_per_request": options.sizes.tokens_per_request,
         "prompts": options.prompts.name if options.prompts else "demo",

@@ -171,6 +171,7 @@ def bench(
     """Measure modes side by side: throughput, latency, drafts; resumes what was interrupted."""
     from rich.console import Console
 
+    from vllm_dspark.bench.modes import BenchError
     from vllm_dspark.cli import bench as command
     from vllm_dspark.cli.serve import INSTALL_HINT, has_vllm
     from vllm_dspark.demo.client import ServerError
@@ -181,8 +182,6 @@ def bench(
         if compare:
             command.compare(compare, out, Console())
             return
-        if not has_vllm():
-            _fail(INSTALL_HINT)
         options = command.BenchOptions.parse(
             out=out,
             modes=modes,
@@ -201,6 +200,11 @@ def bench(
             share_engines=share_engines,
             gates=(start_gate, gate, gate_seconds),
         )
+    except BenchError as error:
+        _fail(str(error), EXIT_USAGE)
+    if not has_vllm():
+        _fail(INSTALL_HINT)
+    try:
         command.run_bench(options, Console())
     except (DSparkError, TargetError, ServerError, OSError) as error:
         _fail(str(error))
