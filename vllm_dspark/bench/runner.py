@@ -64,16 +64,17 @@ class Progress:
 class Gates:
     """Commands that wait for the machine: while engines start, and while a chunk is measured."""
 
-    start: str = ""
-    chunk: str = ""
-    seconds: float = 0.0  # how long the latter is held, if more than one chunk fits into that
+    start: str = ""  # around engine starts
+    chunk: str = ""  # around chunks
+    seconds: float = 0.0  # how long a gate is held, if more than one start or chunk fits
 
 
 class _Held:
-    """Opens the gate for a chunk and keeps it open for further ones while there is time."""
+    """Opens a gate for a chunk and keeps it open for further ones while there is time."""
 
-    def __init__(self, gates: Gates) -> None:
-        self._gates = gates
+    def __init__(self, command: str, seconds: float) -> None:
+        self._command = command
+        self._seconds = seconds
         self._stack = ExitStack()
         self._opened = 0.0
         self._longest = 0.0  # chunk so far
@@ -89,12 +90,12 @@ class _Held:
     def chunk(self) -> Iterator[None]:
         """The gate is open inside; afterwards only if another chunk as long would fit."""
         if not self._opened:
-            self._stack.enter_context(gate.hold(self._gates.chunk))
+            self._stack.enter_context(gate.hold(self._command))
             self._opened = time.monotonic()
         begun = time.monotonic()
         yield
         self._longest = max(self._longest, time.monotonic() - begun)
-        if time.monotonic() - self._opened + self._longest > self._gates.seconds:
+        if time.monotonic() - self._opened + self._longest > self._seconds:
             self.__exit__()
 
 
@@ -115,20 +116,21 @@ def run(
     facts: dict[str, Any] = {}
     with ExitStack() as stack:
         hosts: dict[str, Host] = {}
-        for launch in engines:
-            if not any(key.mode == mode.name for key in missing for mode in launch.modes):
-                continue
-            progress.starting(launch)
-            host = make_host(launch)
-            stack.callback(host.stop)
-            with gate.hold(gates.start):
-                host.start()
-                _warm_up(host, launch, grid, questions)
-            progress.started(launch, host.facts)
-            for mode in launch.modes:
-                hosts[mode.name] = host
-                facts[mode.name] = host.facts
-        with _Held(gates) as held:
+        with _Held(gates.start, gates.seconds) as held:
+            for launch in engines:
+                if not any(key.mode == mode.name for key in missing for mode in launch.modes):
+                    continue
+                progress.starting(launch)
+                host = make_host(launch)
+                stack.callback(host.stop)
+                with held.chunk():
+                    host.start()
+                    _warm_up(host, launch, grid, questions)
+                progress.started(launch, host.facts)
+                for mode in launch.modes:
+                    hosts[mode.name] = host
+                    facts[mode.name] = host.facts
+        with _Held(gates.chunk, gates.seconds) as held:
             for number, chunk in enumerate(grid.chunks()):
                 modes = [m for m in _rotated(grid.modes, number) if _key(chunk, m) in missing]
                 if not modes:
@@ -158,16 +160,14 @@ def _measured(host: Host, mode: Mode, order: Any, hosts: dict[str, Host]) -> dic
 
 
 def _warm_up(host: Host, launch: EngineLaunch, grid: Grid, questions: Sequence[Question]) -> None:
-    """Run what compiles or loads on first use, for the smallest and the largest load."""
-    loads = {min(grid.concurrencies), max(grid.concurrencies)}
-    for temperature in grid.temperatures:
-        for concurrency in sorted(loads):
-            sizes = Sizes(tokens_per_request=4, least=16)
-            order = make_cell(
-                grid.workloads[0], questions, concurrency, temperature, WARM_UP, sizes
-            )
-            for mode in launch.modes:
-                host.run(mode, order)
+    """Run what compiles or loads on first use: all temperatures alone, and the largest load."""
+    cells = [(min(grid.concurrencies), temperature) for temperature in grid.temperatures]
+    cells.append((max(grid.concurrencies), grid.temperatures[-1]))
+    for concurrency, temperature in cells:
+        sizes = Sizes(tokens_per_request=2, least=12)
+        order = make_cell(grid.workloads[0], questions, concurrency, temperature, WARM_UP, sizes)
+        for mode in launch.modes:
+            host.run(mode, order)
 
 
 def _keys(grid: Grid) -> Iterator[CellKey]:

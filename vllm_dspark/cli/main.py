@@ -160,7 +160,7 @@ def bench(
     ] = False,
     gate: Annotated[str, typer.Option(help="Command prefix that waits for a quiet machine.")] = "",
     gate_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Hold the gate over several rows, up to so long.")
+        float, typer.Option(min=0.0, help="Hold gates over several starts or rows, up to so long.")
     ] = 0.0,
     start_gate: Annotated[str, typer.Option(help="The same, around engine starts.")] = "",
     compare: Annotated[
