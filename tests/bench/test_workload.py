@@ -39,6 +39,14 @@ def test_first_requests_end_at_a_steady_pace() -> None:
     assert [ask.max_tokens for ask in cell.asks[:5]] == [16, 32, 48, 64, 64]
 
 
+def test_decode_cells_have_no_prefill() -> None:
+    """Catches requests that end within the cell, so that others enter."""
+    cell = make_cell(WORKLOADS["decode"], QUESTIONS, 4, 0.0, 0, SIZES)
+    engine = FakeEngine(per_step=8)
+    drive(engine, cell, engine.clock)
+    assert len(engine.asked) == 4
+
+
 def test_domains_are_mixed_in_equal_shares() -> None:
     cell = make_cell(WORKLOADS["short"], QUESTIONS, 6, 0.0, 0, SIZES)
     assert {str(ask.prompt).split()[0] for ask in cell.asks[:3]} == {"chat", "code", "math"}

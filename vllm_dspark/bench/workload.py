@@ -76,7 +76,8 @@ class Workload:
 
     output_tokens: of a request. domains: one after the other over the cell (a shift), each a set
     of domains to mix; empty mixes all. prompt_tokens: least prompt length in characters / 4, by
-    joining questions; 0 takes them as they are. burst: the load goes 1, N, 1.
+    joining questions; 0 takes them as they are. burst: the load goes 1, N, 1. outlast: requests
+    are longer than the cell, so that none ends or enters in it: decode steps only.
     """
 
     name: str
@@ -84,11 +85,13 @@ class Workload:
     domains: tuple[tuple[str, ...], ...] = ((),)
     prompt_tokens: int = 0
     burst: bool = False
+    outlast: bool = False
 
 
 WORKLOADS = {
     w.name: w
     for w in (
+        Workload("decode", 1024, outlast=True),
         Workload("short", 64),
         Workload("long", 384),
         Workload("shift", 96, domains=(("math",), ("chat",))),
@@ -171,7 +174,7 @@ def make_cell(
     asks = []
     for index, prompt in enumerate(texts):
         length = workload.output_tokens
-        if index < concurrency and not workload.burst:
+        if index < concurrency and not (workload.burst or workload.outlast):
             length = max(2, round(length * (index + 1) / concurrency))
         asks.append(Ask(prompt, length))
     return CellOrder(tuple(asks), phases, temperature)
