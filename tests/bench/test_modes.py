@@ -86,3 +86,11 @@ def test_only_what_is_the_same_shares_an_engine() -> None:
 def test_arguments_as_flags() -> None:
     flags = server_arguments({"model": "m", "a_b": True, "c": False, "d": {"e": 1}, "f_g": 3})
     assert flags == ["m", "--a-b", "--no-c", "--d", '{"e": 1}', "--f-g", "3"]
+
+
+def test_synthetic_rates_are_cut_to_the_width() -> None:
+    """Catches a fixed K that vLLM refuses because rates are there for more drafts than it has."""
+    pair = PairSpec("t", "d", speculative={"synthetic_acceptance_rates": [0.8, 0.7, 0.6]}, width=3)
+    for name, rates in (("fixed2", [0.8, 0.7]), ("ours", [0.8, 0.7, 0.6])):
+        config = launch(Mode.parse(name), pair, is_cpu=False).arguments["speculative_config"]
+        assert config["synthetic_acceptance_rates"] == rates

@@ -121,8 +121,10 @@ def _speculation(
     mode: Mode, pair: PairSpec, *, is_cpu: bool
 ) -> tuple[dict[str, str], dict[str, Any] | None]:
     """What the mode adds to the environment, and its speculative config."""
-    base = {"method": "dspark", "model": pair.drafter, **pair.speculative}
     width = mode.width or pair.width
+    base = {"method": "dspark", "model": pair.drafter, **pair.speculative}
+    if "synthetic_acceptance_rates" in base:  # one per draft
+        base["synthetic_acceptance_rates"] = base["synthetic_acceptance_rates"][:width]
     if mode.name == "off":
         runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if is_cpu else {}
         return {**_WITHOUT_US, **runner}, None

@@ -132,9 +132,9 @@ def bench(
         "1,4,16"
     ),
     temperature: Annotated[str, typer.Option(help="Temperatures, comma-separated.")] = "0",
-    workload: Annotated[str, typer.Option(help="Of decode, short, long, shift, burst, prefill.")] = (
-        "short"
-    ),
+    workload: Annotated[
+        str, typer.Option(help="Of decode, short, long, shift, burst, prefill.")
+    ] = ("short"),
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats of every cell.")] = 3,
     tokens: Annotated[
         int, typer.Option(min=1, help="Output tokens of a cell per request in flight.")
