@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_dspark.bench.drive import Arrival, Counters, drive, summarise
 from vllm_dspark.bench.modes import BenchError, EngineLaunch, Mode, server_arguments
-from vllm_dspark.bench.process import session_cpu_seconds
+from vllm_dspark.bench.process import outrank, session_cpu_seconds
 from vllm_dspark.bench.workload import Ask, CellOrder
 from vllm_dspark.demo.client import MODEL, Client, ServerError
 from vllm_dspark.demo.server import ServerProcess
@@ -123,11 +123,20 @@ def _samples(text: str, prefixes: tuple[str, ...]) -> Counters:
 class ServerHost:
     """`vllm-dspark serve` with one mode's arguments, and clients of it in this process."""
 
-    def __init__(self, launch: EngineLaunch, environment: dict[str, str], folder: Path) -> None:
+    def __init__(
+        self,
+        launch: EngineLaunch,
+        environment: dict[str, str],
+        folder: Path,
+        *,
+        favoured: bool = False,
+    ) -> None:
+        """As WorkerHost."""
         if launch.shared:
             names = ", ".join(mode.name for mode in launch.shared)
             raise BenchError(f"servers cannot share an engine ({names}): leave out --share-engines")
         self._launch = launch
+        self._favoured = favoured
         self._environment = {**environment, **launch.environment}
         self._folder = folder
         self._scratch = tempfile.TemporaryDirectory(prefix="dspark-bench-")  # sockets: short paths
@@ -145,6 +154,8 @@ class ServerHost:
         self._server = ServerProcess(
             name, command, self._environment, socket_path, self._folder / f"{name}.log"
         )
+        if self._favoured:
+            outrank(self._server.pid)
         self.facts = {"start_s": self._server.wait_until_ready()}
         self._engine = HttpEngine(self._server.client)
 

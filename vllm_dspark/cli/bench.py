@@ -59,6 +59,7 @@ class BenchOptions:
     server: bool = False
     share_engines: bool = False
     engine_process: bool = False
+    outrank: bool = False
     gates: Gates = field(default_factory=Gates)
 
     @classmethod
@@ -143,7 +144,7 @@ def run_bench(options: BenchOptions, console: Console) -> dict[str, Any]:
         identity,
         store.cells.values(),
         settings=_settings(options),
-        conditions={"engines": facts, "transport": transport},
+        conditions={"engines": facts, "transport": transport, "outrank": options.outrank},
     )
     write_report(found, options.out, "bench", console)
     return found
@@ -225,10 +226,9 @@ def _host_maker(options: BenchOptions) -> Any:
 
     def make(launch: EngineLaunch) -> Host:
         if options.server:
-            return ServerHost(
-                launch, {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, options.out
-            )
-        return WorkerHost(launch, environment, options.out)
+            apart = {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+            return ServerHost(launch, apart, options.out, favoured=options.outrank)
+        return WorkerHost(launch, environment, options.out, favoured=options.outrank)
 
     return make
 

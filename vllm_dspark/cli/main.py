@@ -158,6 +158,9 @@ def bench(
     share_engines: Annotated[
         bool, typer.Option("--share-engines", help="Run ours and pluginK in one engine.")
     ] = False,
+    outrank: Annotated[
+        bool, typer.Option("--outrank", help="Engines go before all else on the machine (root).")
+    ] = False,
     gate: Annotated[str, typer.Option(help="Command prefix that waits for a quiet machine.")] = "",
     gate_seconds: Annotated[
         float, typer.Option(min=0.0, help="Hold gates over several starts or rows, up to so long.")
@@ -198,6 +201,7 @@ def bench(
             server=server,
             engine_process=engine_process,
             share_engines=share_engines,
+            outrank=outrank,
             gates=(start_gate, gate, gate_seconds),
         )
     except BenchError as error:
