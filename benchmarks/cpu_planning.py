@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -147,13 +146,17 @@ def write_page(work: Path) -> None:
     }
     only = json.loads((work / "temperatures-only.json").read_text())
     notes = work / "notes.md"
-    found["calibration"] = {"positions": quality, "ece_with_temperatures_only": only}
-    (FOLDER / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n")
+    found["calibration"] = {
+        "parameters": record.model_dump(mode="json", exclude={f"{c}_quality" for c in CLASSES}),
+        "positions": quality,
+        "ece_with_temperatures_only": only,
+    }
     if plots.available():
         plots.draw(found, FOLDER, NAME)
+    found["cost_table"] = json.loads((work / "cost-table.json").read_text())
+    (FOLDER / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n")
     text = page(found, notes.read_text() if notes.exists() else "")
     (FOLDER / f"{NAME}.md").write_text(text)
-    shutil.copyfile(work / "calibration.json", FOLDER / f"{NAME}-calibration.json")
 
 
 def page(found: Mapping[str, Any], notes: str) -> str:

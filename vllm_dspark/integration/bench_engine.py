@@ -86,19 +86,33 @@ class DrivenEngine:
             conductor.planner, self._planner = None, conductor.planner
 
     @property
+    def config(self) -> Any:
+        """The engine's VllmConfig."""
+        return self._engine.vllm_config
+
+    @property
     def scheduler(self) -> Any:
         """The scheduler, where the engine core is in this process."""
+        return self._core.scheduler
+
+    @property
+    def runner(self) -> Any:
+        """The model runner, where engine core and worker are in this process."""
+        return self._core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def _core(self) -> Any:
         core = getattr(self._engine.engine_core, "engine_core", None)
         if core is None:
             raise DSparkError(
                 "this engine's core runs in a process of its own, so nothing can be switched in "
                 "it; start it with VLLM_ENABLE_V1_MULTIPROCESSING=0, or without shared modes"
             )
-        return core.scheduler
+        return core
 
     def describe(self) -> dict[str, Any]:
         """Facts about the started engine for the report."""
-        config = self._engine.vllm_config
+        config = self.config
         facts: dict[str, Any] = {
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
