@@ -1,9 +1,11 @@
 """The load generator and the figures made of what it saw, on an engine with a clock of its own."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.bench.fakes import FakeEngine
-from vllm_dspark.bench.drive import drive, percentiles, summarise
+from vllm_dspark.bench.drive import Arrival, Counters, drive, percentiles, summarise
 from vllm_dspark.bench.workload import Ask, CellOrder, Phase
 
 
@@ -62,6 +64,35 @@ def test_phases_change_the_load_and_are_timed_apart() -> None:
     ]
     rates = [p["tokens"] / p["seconds"] for p in figures["phases"]]
     assert rates[1] > 3 * rates[0]
+
+
+def test_windows_follow_the_load() -> None:
+    """Catches readings that are missing, or that belong to another interval."""
+
+    class Trimming(FakeEngine):
+        """Verifies 8 tokens a request and step below four requests, else 2."""
+
+        drafts = request_steps = 0
+
+        def step(self) -> list[Arrival]:
+            self.drafts += len(self.left) * (7 if len(self.left) < 4 else 1)
+            self.request_steps += len(self.left)
+            return super().step()
+
+        def counters(self) -> Counters:
+            return {
+                "vllm:spec_decode_num_drafts_total": float(self.request_steps),
+                "vllm:spec_decode_num_draft_tokens_total": float(self.drafts),
+            }
+
+    engine = Trimming(step_s=0.1, per_step=1)
+    cell = order((Phase(1, 5), Phase(4, 40), Phase(1, 40)), (6,) * 40)
+    figures = summarise(drive(engine, replace(cell, sample_s=0.05), engine.clock))
+    windows = [row["window"] for row in figures["windows"]]
+    assert windows[0] == windows[-1] == 8.0
+    assert windows[len(windows) // 3] == 2.0
+    other = Trimming()
+    assert summarise(drive(other, cell, other.clock))["windows"] == []
 
 
 def test_cell_without_enough_requests_is_an_error() -> None:

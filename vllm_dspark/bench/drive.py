@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from vllm_dspark.bench.windows import Drafts
 from vllm_dspark.bench.workload import Ask, CellOrder
 
 Counters = dict[str, float]
@@ -58,6 +59,7 @@ class Trace:
     arrivals: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     in_flight: list[tuple[float, int]] = field(default_factory=list)  # at each change
     phase_starts: list[float] = field(default_factory=list)
+    samples: list[tuple[float, Counters]] = field(default_factory=list)  # within the cell
     before: Counters = field(default_factory=dict)
     after: Counters = field(default_factory=dict)
 
@@ -89,10 +91,13 @@ def drive(
                     running.discard(arrival.request)
             if waiting_for is None:
                 emitted += sum(arrival.tokens for arrival in arrived)
+                if order.sample_s and now - trace.samples[-1][0] >= order.sample_s:
+                    trace.samples.append((now, engine.counters()))
             elif waiting_for <= trace.arrivals.keys():
                 waiting_for = None
                 trace.before = engine.counters()
                 trace.started = trace.phase_starts[0] = clock()
+                trace.samples.append((trace.started, trace.before))
     trace.ended = clock()
     trace.after = engine.counters()
     engine.cancel(sorted(running))
@@ -127,6 +132,7 @@ def summarise(trace: Trace) -> dict[str, Any]:
         "counters": difference(trace.before, trace.after),
         "phases": _phase_rates(trace, in_time),
         "timeline": _timeline(trace, in_time),
+        "windows": _windows(trace),
     }
 
 
@@ -158,6 +164,15 @@ def _phase_rates(
         tokens = sum(n for a in in_time.values() for t, n in a if start < t <= end)
         rates.append({"seconds": end - start, "tokens": float(tokens)})
     return rates
+
+
+def _windows(trace: Trace) -> list[dict[str, float | None]]:
+    """Mean window between readings of the counters: how it follows the load."""
+    found = []
+    for (_, first), (t, second) in itertools.pairwise(trace.samples):
+        figures = Drafts.sum_of([difference(first, second)]).as_json()
+        found.append({"seconds": t - trace.started, "window": figures["window"]})
+    return found
 
 
 def _timeline(trace: Trace, in_time: dict[int, list[tuple[float, int]]]) -> dict[str, list[float]]:

@@ -21,6 +21,7 @@ from vllm_dspark.bench.modes import BenchError
 
 RANDOM_TOKENS = 1000  # random prompts draw from this many token ids, above the special ones
 _FIRST_TOKEN = 100
+_SAMPLE_S = 0.25  # a reading costs about a millisecond
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class CellOrder:
-    """One cell as the worker gets it. The asks are more than it will need."""
+    """One cell as the worker gets it. The asks are more than it will need.
+
+    sample_s: seconds between readings of the counters within the cell; 0 takes none.
+    """
 
     asks: tuple[Ask, ...]
     phases: tuple[Phase, ...]
     temperature: float
+    sample_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """For the pipe to the worker."""
@@ -67,6 +72,7 @@ class CellOrder:
             tuple(Ask(a["prompt"], a["max_tokens"]) for a in obj["asks"]),
             tuple(Phase(p["concurrency"], p["tokens"]) for p in obj["phases"]),
             obj["temperature"],
+            obj["sample_s"],
         )
 
 
@@ -177,7 +183,8 @@ def make_cell(
         if index < concurrency and not (workload.burst or workload.outlast):
             length = max(2, round(length * (index + 1) / concurrency))
         asks.append(Ask(prompt, length))
-    return CellOrder(tuple(asks), phases, temperature)
+    sample_s = _SAMPLE_S if workload.burst else 0.0
+    return CellOrder(tuple(asks), phases, temperature, sample_s)
 
 
 def _phases(workload: Workload, concurrency: int, sizes: Sizes) -> tuple[Phase, ...]:
