@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export TRANSFORMERS_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: venv demo test test-fast bench lint format clean docs dist
+.PHONY: venv demo test test-fast bench bench-demo lint format clean docs dist
 
 venv:
 	@$(PYTHON) tools/bootstrap.py --venv $(VENV)
@@ -27,6 +27,9 @@ test-fast: venv
 	$(PYTEST) -m "not engine" --ignore=tests/kernels $(ARGS)
 
 bench: venv
+	$(BIN)/vllm-dspark bench $(ARGS)
+
+bench-demo: venv
 	$(BIN)/python benchmarks/cpu_demo.py $(ARGS)
 
 lint: venv

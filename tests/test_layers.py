@@ -56,8 +56,12 @@ LAYERS: dict[str, Layer] = {
         | {"vllm", "triton", "numba", "transformers", "prometheus_client", "pynvml"}
         | {"ray", "yaml"},  # ray_serving, engine_files
     ),
-    "cli": _layer(
+    "bench": _layer(
         f"{BASE} planning artifacts kernels proposer sampling cpu demo integration simulation", None
+    ),
+    "cli": _layer(
+        f"{BASE} planning artifacts kernels proposer sampling cpu demo integration simulation bench",
+        None,
     ),
 }
 

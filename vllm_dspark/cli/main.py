@@ -115,6 +115,103 @@ def serve(context: typer.Context) -> None:
     replace_process(context.args)
 
 
+@app.command(
+    epilog="Example: vllm-dspark bench --modes off,fixed3,fixed7,ours --concurrency 1,8,32",
+)
+def bench(
+    *,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Cells, report, plots and logs go here.")
+    ] = Path("bench-results"),
+    modes: Annotated[
+        str, typer.Option(help="Of off, off-v2, fixedK, pluginK, adaptive, ours.")
+    ] = "off,fixed3,fixed7,ours",
+    concurrency: Annotated[str, typer.Option(help="Requests in flight, comma-separated.")] = (
+        "1,4,16"
+    ),
+    temperature: Annotated[str, typer.Option(help="Temperatures, comma-separated.")] = "0",
+    workload: Annotated[
+        str, typer.Option(help="Of decode, short, long, shift, burst, prefill.")
+    ] = ("short"),
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats of every cell.")] = 3,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Output tokens of a cell per request in flight.")
+    ] = 24,
+    least_tokens: Annotated[int, typer.Option(min=1, help="But at least so many a cell.")] = 120,
+    target: Annotated[str | None, typer.Option(help="Target model; default: the demo's.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Its DSpark drafter.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSON lines with "prompt" and "domain"; default: demo.')
+    ] = None,
+    pair: Annotated[
+        str, typer.Option(metavar="JSON", help="Settings of all engines (PairSpec's fields).")
+    ] = "{}",
+    server: Annotated[
+        bool, typer.Option("--server/--offline", help="HTTP servers with streaming clients.")
+    ] = False,
+    engine_process: Annotated[
+        bool,
+        typer.Option("--engine-process/--in-process", help="Offline: engine core on its own."),
+    ] = False,
+    share_engines: Annotated[
+        bool, typer.Option("--share-engines", help="Run ours and pluginK in one engine.")
+    ] = False,
+    outrank: Annotated[
+        bool, typer.Option("--outrank", help="Engines go before all else on the machine (root).")
+    ] = False,
+    gate: Annotated[str, typer.Option(help="Command prefix that waits for a quiet machine.")] = "",
+    gate_seconds: Annotated[
+        float, typer.Option(min=0.0, help="Hold gates over several starts or rows, up to so long.")
+    ] = 0.0,
+    start_gate: Annotated[str, typer.Option(help="The same, around engine starts.")] = "",
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(help="Measure nothing: one report of these cells.jsonl files."),
+    ] = None,
+) -> None:
+    """Measure modes side by side: throughput, latency, drafts; resumes what was interrupted."""
+    from rich.console import Console
+
+    from vllm_dspark.bench.modes import BenchError
+    from vllm_dspark.cli import bench as command
+    from vllm_dspark.cli.serve import INSTALL_HINT, has_vllm
+    from vllm_dspark.demo.client import ServerError
+    from vllm_dspark.demo.target import TargetError
+    from vllm_dspark.errors import DSparkError
+
+    try:
+        if compare:
+            command.compare(compare, out, Console())
+            return
+        options = command.BenchOptions.parse(
+            out=out,
+            modes=modes,
+            concurrencies=concurrency,
+            temperatures=temperature,
+            workloads=workload,
+            repeats=repeats,
+            tokens=tokens,
+            least_tokens=least_tokens,
+            pair=pair,
+            target=target,
+            drafter=drafter,
+            prompts=prompts,
+            server=server,
+            engine_process=engine_process,
+            share_engines=share_engines,
+            outrank=outrank,
+            gates=(start_gate, gate, gate_seconds),
+        )
+    except BenchError as error:
+        _fail(str(error), EXIT_USAGE)
+    if not has_vllm():
+        _fail(INSTALL_HINT)
+    try:
+        command.run_bench(options, Console())
+    except (DSparkError, TargetError, ServerError, OSError) as error:
+        _fail(str(error))
+
+
 @app.command(epilog="Example: vllm-dspark version --json")
 def version(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

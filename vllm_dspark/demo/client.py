@@ -136,7 +136,7 @@ class Client:
         if seed is not None:
             body["seed"] = seed
         completion = Completion(started_s=time.perf_counter())
-        for chunk in self._events("/v1/chat/completions", body):
+        for chunk in self.events("/v1/chat/completions", body):
             if not _take_chunk(chunk, completion):
                 continue
             completion.ended_s = time.perf_counter()
@@ -175,10 +175,14 @@ class Client:
         raise ServerError("the speculation counters keep changing: is somebody else a client?")
 
     def _read_counters(self) -> SpeculationCounters:
+        return parse_counters(self.metrics())
+
+    def metrics(self) -> str:
+        """The server's metrics as Prometheus text."""
         status, text = self._get("/metrics")
         if status != http.client.OK:
             raise ServerError(f"/metrics answered {status}")
-        return parse_counters(text)
+        return text
 
     def _connection(self) -> http.client.HTTPConnection:
         return _UnixConnection(self._socket_path)
@@ -201,8 +205,8 @@ class Client:
         finally:
             connection.close()
 
-    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Server-sent events of one request, up to `[DONE]`."""
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Server-sent events of one request, up to `[DONE]`; closing the iterator breaks it off."""
         connection = self._connection()
         try:
             response = _send(connection, path, body)

@@ -12,10 +12,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from vllm_dspark.config import process_environment
 from vllm_dspark.demo.client import MODEL, Client, ServerError
 from vllm_dspark.demo.target import calibration_path
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 30.0
@@ -87,29 +91,36 @@ def serve_command(spec: EngineSpec, settings: ServeSettings, socket_path: Path) 
     return command
 
 
-class Server:
-    """A running server; use it as a context manager, or call `stop`."""
+class ServerProcess:
+    """A server that a command started; use it as a context manager, or call `stop`."""
 
-    def __init__(self, spec: EngineSpec, settings: ServeSettings, folder: Path) -> None:
-        """Start it. folder: where socket and log go (a short path: sockets allow ~100 bytes)."""
-        self.spec = spec
-        self.log_path = folder / f"{spec.name}.log"
-        socket_path = folder / f"{spec.name}.sock"
-        socket_path.unlink(missing_ok=True)  # of an earlier run with the same log folder
+    def __init__(
+        self,
+        title: str,
+        command: list[str],
+        environment: dict[str, str],
+        socket_path: Path,
+        log_path: Path,
+    ) -> None:
+        """Start it. socket_path: where the command makes it listen (short: ~100 bytes)."""
+        self.title = title
+        self.log_path = log_path
+        socket_path.unlink(missing_ok=True)  # of an earlier run with the same folder
         self.client = Client(socket_path)
-        environment = {**process_environment(), **OFFLINE, **spec.environment}
-        # Each engine decides anew; a value of the caller would turn all of them into one kind.
-        if "VLLM_USE_V2_MODEL_RUNNER" not in spec.environment:
-            environment.pop("VLLM_USE_V2_MODEL_RUNNER", None)
         with self.log_path.open("w") as log:
             self._process = subprocess.Popen(
-                serve_command(spec, settings, socket_path),
+                command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that `stop` reaches engine core and worker too
             )
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also that of the session of all its processes."""
+        return self._process.pid
 
     def wait_until_ready(self) -> float:
         """Block until the server answers; returns the seconds it took."""
@@ -118,12 +129,12 @@ class Server:
             code = self._process.poll()
             if code is not None:
                 raise ServerError(
-                    f"the server '{self.spec.title}' ended with code {code} before it was ready; "
+                    f"the server '{self.title}' ended with code {code} before it was ready; "
                     f"the end of its log ({self.log_path}):\n{self._log_tail()}"
                 )
             if time.monotonic() - started > START_TIMEOUT_S:
                 raise ServerError(
-                    f"the server '{self.spec.title}' was not ready after {START_TIMEOUT_S:.0f} s; "
+                    f"the server '{self.title}' was not ready after {START_TIMEOUT_S:.0f} s; "
                     f"the end of its log ({self.log_path}):\n{self._log_tail()}"
                 )
             time.sleep(0.2)
@@ -143,7 +154,7 @@ class Server:
         lines = self.log_path.read_text(errors="replace").splitlines()
         return "\n".join(lines[-_LOG_TAIL:])
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -153,3 +164,23 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+class Server(ServerProcess):
+    """One of the demo's engines as a running server."""
+
+    def __init__(self, spec: EngineSpec, settings: ServeSettings, folder: Path) -> None:
+        """Start it. folder: where socket and log go (a short path: sockets allow ~100 bytes)."""
+        self.spec = spec
+        socket_path = folder / f"{spec.name}.sock"
+        environment = {**process_environment(), **OFFLINE, **spec.environment}
+        # Each engine decides anew; a value of the caller would turn all of them into one kind.
+        if "VLLM_USE_V2_MODEL_RUNNER" not in spec.environment:
+            environment.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+        super().__init__(
+            spec.title,
+            serve_command(spec, settings, socket_path),
+            environment,
+            socket_path,
+            folder / f"{spec.name}.log",
+        )

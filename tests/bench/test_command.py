@@ -1,0 +1,95 @@
+"""The command line of `vllm-dspark bench`, and what it refuses; no engine is started."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.bench.fakes import FakeHost
+from vllm_dspark.bench.identity import fingerprint
+from vllm_dspark.bench.modes import EngineLaunch, PairSpec
+from vllm_dspark.bench.workload import WORKLOADS, Question, Sizes
+from vllm_dspark.cli import bench
+from vllm_dspark.cli.main import app
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[str]:
+    for name in ("target", "drafter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"name": name}))
+        (tmp_path / name / "tokenizer_config.json").write_text("{}")
+    return ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--modes", "fastest"], "choose from off"),
+        (["--concurrency", "0"], "0 is less than 1"),
+        (["--concurrency", "4,4"], "twice"),
+        (["--temperature", "hot"], "--temperature 'hot'"),
+        (["--workload", "tea"], "choose from short"),
+        (["--pair", "{"], "is not JSON"),
+        (["--pair", '{"target": "x"}'], "keys of"),
+        (["--compare", "/nowhere/cells.jsonl"], "does not exist"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], message: str) -> None:
+    """Catches bad input that starts engines, or a traceback instead of a message."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join((result.output + result.stderr).split())
+
+
+def test_run_and_comparison(
+    tmp_path: Path, models: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a command that does not write its report, measures twice, or cannot compare."""
+    log: list[str] = []
+    speeds = {"off": 1, "fixed3": 2, "ours": 3}
+
+    def make(launch: EngineLaunch) -> FakeHost:
+        return FakeHost(launch, speeds, log)
+
+    monkeypatch.setattr(bench, "_host_maker", lambda options: make)
+    arguments = ["--concurrency", "1,2", "--repeats", "2", *models]
+    for modes, folder in (("off,fixed3", "a"), ("ours", "b")):
+        result = run("--modes", modes, "--out", str(tmp_path / folder), *arguments)
+        assert result.exit_code == 0, result.output
+        assert "tokens/s" in result.output
+    before = len(log)
+    assert run("--modes", "ours", "--out", str(tmp_path / "b"), *arguments).exit_code == 0
+    assert len(log) == before, "cells that were there were measured again"
+    files = [str(tmp_path / folder / "cells.jsonl") for folder in "ab"]
+    result = run("--compare", files[0], "--compare", files[1], "--out", str(tmp_path / "c"))
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "c" / "bench.json").read_text())
+    assert found["rows"][0]["ours_over_best_fixed"]["chosen"] == {"fixed3": 2}
+    assert (tmp_path / "c" / "bench-frontier.svg").stat().st_size > 1000
+
+
+def identity(**changes: Any) -> dict[str, Any]:
+    pair = PairSpec("t", "d", **changes)
+    return fingerprint(pair, [WORKLOADS["short"]], [Question("a", "b")], Sizes(), "in process")
+
+
+def test_fingerprint_knows_settings_and_artifacts(tmp_path: Path) -> None:
+    """Catches cells of different settings that would stand in one table."""
+    base = identity()
+    assert identity() == base
+    assert identity(max_num_seqs=8)["settings"] != base["settings"]
+    assert identity(plugin_options={"hysteresis_steps": 1})["settings"] != base["settings"]
+    for text in ("one", "two"):
+        (tmp_path / text).write_text(text)
+    first, second = (
+        identity(plugin_options={"cost_table": str(tmp_path / name)}) for name in ("one", "two")
+    )
+    assert first["settings"] == second["settings"] == base["settings"]
+    assert first["artifacts"] != second["artifacts"]

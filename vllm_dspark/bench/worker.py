@@ -1,0 +1,77 @@
+"""A process with one engine in it: `python -m vllm_dspark.bench.worker IN OUT`.
+
+IN and OUT are inherited file descriptors that carry JSON lines; standard output is vLLM's. The
+first line is the launch, answered when the engine is up; every further one is a cell. Between
+lines the process waits in `read` and burns nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import IO, Any
+
+from vllm_dspark.bench.drive import Arrival, Counters, drive, summarise
+from vllm_dspark.bench.workload import Ask, CellOrder
+
+
+class LocalEngine:
+    """Adapts `integration.bench_engine.DrivenEngine` to the load generator's `Engine`."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm_dspark.integration.bench_engine import DrivenEngine
+
+        self.engine = DrivenEngine(arguments)
+
+    def add(self, request: int, ask: Ask, temperature: float) -> None:
+        self.engine.add(request, ask.prompt, ask.max_tokens, temperature)
+
+    def step(self) -> list[Arrival]:
+        return [Arrival(*fields) for fields in self.engine.step()]
+
+    def cancel(self, requests: Sequence[int]) -> None:
+        self.engine.cancel(requests)
+
+    def counters(self) -> Counters:
+        return self.engine.counters()
+
+
+def serve(commands: IO[str], answers: IO[str]) -> None:
+    """Start the engine of the first line, then run cells until the pipe closes."""
+
+    def answer(obj: dict[str, Any]) -> None:
+        answers.write(json.dumps(obj) + "\n")
+        answers.flush()
+
+    launch = json.loads(commands.readline())
+    begun = time.perf_counter()
+    local = LocalEngine(launch["arguments"])
+    answer({"start_s": time.perf_counter() - begun, **local.engine.describe()})
+    for line in commands:
+        command = json.loads(line)
+        if launch["switchable"]:
+            local.engine.set_scheduling(command["scheduling"])
+        cpu = time.process_time()
+        result = summarise(drive(local, CellOrder.of_json(command["cell"])))
+        answer({**result, "cpu_s": time.process_time() - cpu})
+    local.engine.shutdown()
+
+
+def main() -> None:
+    """Serve; what goes wrong is answered, so that the parent can say which mode failed."""
+    source, sink = int(sys.argv[1]), int(sys.argv[2])
+    with os.fdopen(source) as commands, os.fdopen(sink, "w") as answers:
+        try:
+            serve(commands, answers)
+        except Exception as error:
+            traceback.print_exc()
+            answers.write(json.dumps({"error": repr(error)}) + "\n")
+            raise
+
+
+if __name__ == "__main__":
+    main()

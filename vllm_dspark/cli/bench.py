@@ -1,0 +1,297 @@
+"""`vllm-dspark bench`: modes x load x temperature, interleaved, on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from vllm_dspark.artifacts.store import write_atomic
+from vllm_dspark.bench import plots, report
+from vllm_dspark.bench.identity import SOURCE, fingerprint
+from vllm_dspark.bench.modes import BenchError, EngineLaunch, Mode, PairSpec, plan_engines
+from vllm_dspark.bench.process import Host, WorkerHost
+from vllm_dspark.bench.runner import Gates, Grid, Progress, run
+from vllm_dspark.bench.server import ServerHost
+from vllm_dspark.bench.store import Cell, CellStore, read_cells
+from vllm_dspark.bench.workload import (
+    WORKLOADS,
+    Question,
+    Sizes,
+    Workload,
+    load_questions,
+    random_questions,
+)
+from vllm_dspark.cli.demo import stop_on_signals
+from vllm_dspark.cli.serve import serve_environment
+from vllm_dspark.config import process_environment
+from vllm_dspark.cpu.build import is_cpu_build
+from vllm_dspark.demo.prompts import DOMAINS, prompts_of
+from vllm_dspark.demo.target import drafter_path, ensure_target
+
+_RANDOM_LENGTH = 128  # tokens of a random prompt, as in DESIGN.md's table
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What the command line says."""
+
+    out: Path
+    modes: tuple[Mode, ...]
+    concurrencies: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    workloads: tuple[Workload, ...]
+    repeats: int
+    sizes: Sizes
+    target: str | None = None
+    drafter: str | None = None
+    prompts: Path | None = None
+    max_prompt_characters: int = 400
+    pair: dict[str, Any] = field(default_factory=dict)  # other fields of PairSpec
+    server: bool = False
+    share_engines: bool = False
+    engine_process: bool = False
+    outrank: bool = False
+    gates: Gates = field(default_factory=Gates)
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        modes: str,
+        concurrencies: str,
+        temperatures: str,
+        workloads: str,
+        tokens: int,
+        least_tokens: int,
+        pair: str,
+        gates: tuple[str, str, float],
+        **others: Any,
+    ) -> BenchOptions:
+        """From the command line's texts; BenchError names the option that cannot be read."""
+        return cls(
+            modes=tuple(_items("--modes", modes, Mode.parse)),
+            concurrencies=tuple(_items("--concurrency", concurrencies, _positive)),
+            temperatures=tuple(_items("--temperature", temperatures, float)),
+            workloads=tuple(_items("--workload", workloads, _workload)),
+            sizes=Sizes(tokens, least_tokens),
+            pair=_pair_fields(pair),
+            gates=Gates(*gates),
+            **others,
+        )
+
+
+_Item = TypeVar("_Item")
+
+
+def _items(option: str, text: str, read: Callable[[str], _Item]) -> list[_Item]:
+    try:
+        found = [read(part.strip()) for part in text.split(",")]
+    except ValueError as error:
+        raise BenchError(f"{option} {text!r}: {error}") from error
+    if len(set(found)) < len(found):
+        raise BenchError(f"{option} {text!r}: something is there twice")
+    return found
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"{value} is less than 1")
+    return value
+
+
+def _workload(text: str) -> Workload:
+    if text not in WORKLOADS:
+        raise ValueError(f"{text!r} is no workload; choose from {', '.join(WORKLOADS)}")
+    return WORKLOADS[text]
+
+
+def _pair_fields(text: str) -> dict[str, Any]:
+    allowed = {f.name for f in dataclasses.fields(PairSpec)} - {"target", "drafter"}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise BenchError(f"--pair {text!r} is not JSON: {error}") from error
+    if not isinstance(found, dict) or not found.keys() <= allowed:
+        raise BenchError(f"--pair {text!r}: a JSON object with keys of {sorted(allowed)}")
+    return found
+
+
+def run_bench(options: BenchOptions, console: Console) -> dict[str, Any]:
+    """Measure what is missing in the run's folder, then write report, plots and tables."""
+    pair = _pair(options)
+    grid = _grid(options)
+    questions = _questions(options, pair)
+    engines = plan_engines(
+        list(grid.modes), pair, is_cpu=is_cpu_build(), share=options.share_engines
+    )
+    transport = _transport(options)
+    identity = fingerprint(pair, grid.workloads, questions, grid.sizes, transport)
+    options.out.mkdir(parents=True, exist_ok=True)
+    store = CellStore(options.out / "cells.jsonl", identity)
+    with stop_on_signals(), BarProgress(console) as progress:
+        facts = run(grid, questions, engines, _host_maker(options), store, progress, options.gates)
+    found = report.make_report(
+        identity,
+        store.cells.values(),
+        settings=_settings(options),
+        conditions={"engines": facts, "transport": transport, "outrank": options.outrank},
+    )
+    write_report(found, options.out, "bench", console)
+    return found
+
+
+def compare(files: Sequence[Path], out: Path, console: Console) -> dict[str, Any]:
+    """One report of several runs' cells; refuses runs of different fingerprints."""
+    identity, cells = read_cells(files, ignore=SOURCE)
+    found = report.make_report(identity, cells)
+    out.mkdir(parents=True, exist_ok=True)
+    write_report(found, out, "bench", console)
+    return found
+
+
+def write_report(found: dict[str, Any], folder: Path, stem: str, console: Console) -> None:
+    """JSON, tables and plots of one report."""
+    write_atomic(folder / f"{stem}.json", json.dumps(found, indent=1) + "\n")
+    header, lines = report.header_and_lines(found)
+    console.print(_table("output tokens/s, medians", header, lines))
+    drafts = report.drafts_table(found)
+    if drafts[1]:
+        console.print(_table("ours: drafts and steps", *drafts))
+    if plots.available():
+        plots.draw(found, folder, stem)
+    else:
+        console.print(plots.INSTALL_HINT)
+    console.print(f"written to {folder / stem}.json", highlight=False)
+
+
+def _table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title)
+    for name in header:
+        table.add_column(name, justify="right")
+    for line in lines:
+        table.add_row(*(cell.replace("**", "") for cell in line))
+    return table
+
+
+def _pair(options: BenchOptions) -> PairSpec:
+    if (options.target is None) != (options.drafter is None):
+        raise BenchError("--target and --drafter belong together: name both, or neither")
+    if options.target is None or options.drafter is None:
+        target, drafter = str(ensure_target()), str(drafter_path())
+    else:
+        target, drafter = options.target, options.drafter
+    seqs = max(options.concurrencies)
+    return PairSpec(target, drafter, **{"max_num_seqs": seqs, **options.pair})
+
+
+def _grid(options: BenchOptions) -> Grid:
+    return Grid(
+        options.workloads,
+        options.concurrencies,
+        options.temperatures,
+        options.repeats,
+        options.modes,
+        options.sizes,
+    )
+
+
+def _questions(options: BenchOptions, pair: PairSpec) -> list[Question]:
+    if not pair.has_tokenizer:
+        return random_questions(256, _RANDOM_LENGTH)
+    if options.prompts is not None:
+        return load_questions(options.prompts, options.max_prompt_characters)
+    return [Question(p.domain, p.text) for domain in DOMAINS for p in prompts_of(domain)]
+
+
+def _transport(options: BenchOptions) -> str:
+    if options.server:
+        return "server"
+    return "engine core process" if options.engine_process else "in process"
+
+
+def _host_maker(options: BenchOptions) -> Any:
+    environment = serve_environment(process_environment())
+    environment.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # each mode decides anew
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options.engine_process else "0"
+
+    def make(launch: EngineLaunch) -> Host:
+        if options.server:
+            apart = {**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+            return ServerHost(launch, apart, options.out, favoured=options.outrank)
+        return WorkerHost(launch, environment, options.out, favoured=options.outrank)
+
+    return make
+
+
+def _settings(options: BenchOptions) -> dict[str, Any]:
+    """The options without paths of this machine."""
+    return {
+        "modes": [mode.name for mode in options.modes],
+        "concurrencies": list(options.concurrencies),
+        "temperatures": list(options.temperatures),
+        "workloads": [workload.name for workload in options.workloads],
+        "repeats": options.repeats,
+        "tokens_per_request": options.sizes.tokens_per_request,
+        "prompts": options.prompts.name if options.prompts else "demo",
+        **{k: v for k, v in options.pair.items() if k != "plugin_options"},
+    }
+
+
+class BarProgress(Progress):
+    """A progress bar; every engine start and cell is also a line where there is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("cells", total=None)
+
+    def __enter__(self) -> BarProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def starting(self, launch: EngineLaunch) -> None:
+        names = ", ".join(mode.name for mode in launch.modes)
+        self._bar.update(self._task, description=f"starting {names}")
+
+    def started(self, launch: EngineLaunch, facts: dict[str, Any]) -> None:
+        names = ", ".join(mode.name for mode in launch.modes)
+        self._say(f"{names}: engine up after {facts.get('start_s', 0.0):.0f} s")
+
+    def total(self, cells: int) -> None:
+        self._bar.update(self._task, total=cells)
+
+    def cell(self, cell: Cell) -> None:
+        key = cell.key
+        text = (
+            f"{key.workload} T={key.temperature:g} requests={key.concurrency} "
+            f"repeat={key.repeat} {key.mode}"
+        )
+        self._bar.update(self._task, description=text, advance=1)
+        foreign = cell.figures["cpu_s"]["foreign"]
+        self._say(
+            f"{text}: {cell.tokens_per_s:.1f} tokens/s in {cell.figures['seconds']:.1f} s"
+            + (f" ({foreign:.1f} s of CPU were taken by others)" if foreign > 0.5 else "")
+        )
+
+    def _say(self, line: str) -> None:
+        self._bar.console.print(line, highlight=False, markup=False)

@@ -1,0 +1,146 @@
+"""A vLLM engine in this process (or right behind it) for the benchmark's load generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+from vllm_dspark.errors import DSparkError
+
+# Counters and sums of these families say what became of drafts and steps.
+_COUNTED = ("vllm:spec_decode_", "vllm:dspark_", "vllm:num_preemptions", "vllm:prompt_tokens")
+
+
+class DrivenEngine:
+    """`LLM(...)` driven request by request, as `vllm_dspark.bench.drive.Engine` wants it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Start the engine. arguments: of `vllm.LLM`; the environment must stand already."""
+        _hook_kernels()
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+        self._engine = self._llm.llm_engine
+        self._has_tokenizer = not arguments.get("skip_tokenizer_init", False)
+        self._round = 0
+        self._planner: Any = None  # of `ours`, while its scheduling is switched off
+
+    def add(
+        self, request: int, prompt: str | list[int], max_tokens: int, temperature: float
+    ) -> None:
+        """Take one request; unseeded, since seeded requests keep full windows by design."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=self._has_tokenizer,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        ids = self._token_ids(prompt) if isinstance(prompt, str) else prompt
+        self._engine.add_request(self._name(request), {"prompt_token_ids": ids}, params)
+
+    def _token_ids(self, prompt: str) -> list[int]:
+        tokenizer = self._llm.get_tokenizer()
+        if getattr(tokenizer, "chat_template", None) is None:
+            return list(tokenizer.encode(prompt))
+        message = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def _name(self, request: int) -> str:
+        return f"{self._round}-{request}"
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        """One engine step: (request, new tokens, finished) of those that got any."""
+        prefix = f"{self._round}-"
+        return [
+            (int(o.request_id.removeprefix(prefix)), len(o.outputs[0].token_ids), o.finished)
+            for o in self._engine.step()
+            if o.request_id.startswith(prefix)
+        ]
+
+    def cancel(self, requests: Sequence[int]) -> None:
+        """Abort requests and run the engine until it is idle."""
+        self._engine.abort_request([self._name(request) for request in requests])
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        # An aborted request leaves the workers with the next step that there is.
+        self._round += 1
+
+    def counters(self) -> dict[str, float]:
+        """Running sums by name, labels but the engine's own in braces."""
+        self._engine.do_log_stats()
+        return registry_counters()
+
+    def set_scheduling(self, enabled: bool) -> None:
+        """Switch the planner of `ours`: without it every step is native, as `scheduling: false`."""
+        conductor = self.scheduler.conductor
+        if enabled and self._planner is not None:
+            conductor.planner, self._planner = self._planner, None
+        elif not enabled and conductor.planner is not None:
+            conductor.planner, self._planner = None, conductor.planner
+
+    @property
+    def config(self) -> Any:
+        """The engine's VllmConfig."""
+        return self._engine.vllm_config
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler, where the engine core is in this process."""
+        return self._core.scheduler
+
+    @property
+    def runner(self) -> Any:
+        """The model runner, where engine core and worker are in this process."""
+        return self._core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def _core(self) -> Any:
+        core = getattr(self._engine.engine_core, "engine_core", None)
+        if core is None:
+            raise DSparkError(
+                "this engine's core runs in a process of its own, so nothing can be switched in "
+                "it; start it with VLLM_ENABLE_V1_MULTIPROCESSING=0, or without shared modes"
+            )
+        return core
+
+    def describe(self) -> dict[str, Any]:
+        """Facts about the started engine for the report."""
+        config = self.config
+        facts: dict[str, Any] = {
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "scheduler": str(config.scheduler_config.scheduler_cls),
+        }
+        return facts
+
+    def shutdown(self) -> None:
+        """Stop the engine."""
+        self._engine.engine_core.shutdown()
+
+
+def _hook_kernels() -> None:
+    """On the CPU build with our Triton backend registered, any V2 runner needs native kernels."""
+    import vllm.platforms  # noqa: F401 - the plugin's hook expects it
+
+
+def registry_counters() -> dict[str, float]:
+    """Counters and histogram sums of this process's Prometheus registry."""
+    found: dict[str, float] = {}
+    for family in REGISTRY.collect():
+        if not family.name.startswith(_COUNTED) or family.type not in ("counter", "histogram"):
+            continue
+        for sample in family.samples:
+            if sample.name.endswith("_created"):
+                continue
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            text = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
+            key = f"{sample.name}{{{text}}}" if text else sample.name
+            found[key] = found.get(key, 0.0) + float(sample.value)
+    return found
