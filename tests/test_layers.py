@@ -57,10 +57,12 @@ LAYERS: dict[str, Layer] = {
         | {"ray", "yaml"},  # ray_serving, engine_files
     ),
     "bench": _layer(
-        f"{BASE} planning artifacts kernels proposer sampling cpu demo integration simulation", None
+        f"{BASE} planning artifacts kernels proposer sampling cpu demo integration simulation",
+        None,
     ),
     "cli": _layer(
-        f"{BASE} planning artifacts kernels proposer sampling cpu demo integration simulation bench",
+        f"{BASE} planning artifacts kernels proposer sampling cpu demo integration simulation"
+        " bench",
         None,
     ),
 }

@@ -61,8 +61,9 @@ class Pair:
     spec: PairSpec
 
 
-def build_pair(folder: Path, spec: PairSpec = PairSpec()) -> Pair:
+def build_pair(folder: Path, spec: PairSpec | None = None) -> Pair:
     """Write target and drafter below `folder` (reused when already written with this spec)."""
+    spec = spec or PairSpec()
     pair = Pair(folder / "target", folder / "drafter", spec)
     generator = torch.Generator().manual_seed(spec.seed)
     target = _target_weights(spec, generator)

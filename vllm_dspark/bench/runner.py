@@ -106,9 +106,10 @@ def run(
     make_host: MakeHost,
     store: CellStore,
     progress: Progress,
-    gates: Gates = Gates(),
+    gates: Gates | None = None,
 ) -> dict[str, Any]:
     """Measure what the store lacks; returns facts about the engines by mode."""
+    gates = gates or Gates()
     missing = {key for key in _keys(grid) if key not in store}
     progress.total(len(missing))
     if not missing:

@@ -203,13 +203,13 @@ def bench(
             gates=(start_gate, gate, gate_seconds),
         )
     except BenchError as error:
-        _fail(str(error), EXIT_USAGE)
+        fail(str(error), EXIT_USAGE)
     if not has_vllm():
-        _fail(INSTALL_HINT)
+        fail(INSTALL_HINT)
     try:
         command.run_bench(options, Console())
     except (DSparkError, TargetError, ServerError, OSError) as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 @app.command(epilog="Example: vllm-dspark version --json")
