@@ -1,7 +1,7 @@
-"""Hooks of the mkdocs build: the command reference, and the list of benchmark pages.
+"""Hooks of the mkdocs build: the command reference, and pages that mkdocs.yml does not name.
 
 Both are made while the site is built, so they cannot be stale: the first from the `vllm-dspark`
-command itself, the second from the files in docs/benchmarks.
+command itself, the second from the files in docs/ and docs/benchmarks.
 """
 
 import sys
@@ -11,17 +11,24 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the checkout's own package, installed or not
 
-_MEASURED = "Measured"
+_MEASURED, _MORE = "Measured", "More"
 _COMMANDS = "<!-- commands -->"
 
 
 def on_config(config: Any) -> Any:
-    """Put every page of docs/benchmarks into the navigation."""
-    folder = Path(config["docs_dir"]) / "benchmarks"
-    pages = sorted(f"benchmarks/{path.name}" for path in folder.glob("*.md"))
-    for section in config["nav"]:
-        if isinstance(section, dict) and _MEASURED in section:
-            section[_MEASURED] = pages
+    """Put every page of docs/benchmarks, and pages that mkdocs.yml does not name, into the
+    navigation.
+    """
+    docs, nav = Path(config["docs_dir"]), config["nav"]
+    named: set[str] = set()
+    for entry in nav:
+        if isinstance(entry, dict) and _MEASURED in entry:
+            measured = (docs / "benchmarks").glob("*.md")
+            entry[_MEASURED] = sorted(f"benchmarks/{path.name}" for path in measured)
+        named |= {entry} if isinstance(entry, str) else {p for ps in entry.values() for p in ps}
+    more = sorted({path.name for path in docs.glob("*.md")} - named)
+    if more:
+        nav.append({_MORE: more})
     return config
 
 
