@@ -7,7 +7,8 @@ block, is the mark:
     ```bash title="a server"                           run as a server, stopped again
     ```bash title="while it runs"                      run beside the server block above it
     ```bash title="needs a GPU"                        not run here
-    ```bash title="run by tests/x.py"                  executed by that file (or make target)
+    ```bash title="run by tests/x.py"                  that file (or make target) executes it, or
+                                                       calls the function behind it
     ```bash title="not run: REASON"                    neither, and why
 
 TARGET and DRAFTER in a command stand for models; a test puts a tiny pair in their place.
