@@ -177,6 +177,26 @@ class TestLazy:
         assert one.shortcut(facts(17), seen.owner[:1], seen.num_drafts[:1]) is None
         assert one.shortcut(facts(17), seen.owner, seen.num_drafts) is not None
 
+    @pytest.mark.parametrize("device", [False, True])
+    def test_a_trimmed_step_of_a_large_batch_serves_one_more(self, device):
+        """Catches a decision repeated for ever, or for other requests than it was about."""
+        one = planner(replace(AT_ONCE, lazy=True, device_windows=device))
+        seen = uniform(128, 0.6)
+        plan = one.plan(facts(1), seen)
+        assert plan.kind is PlanKind.TRIM
+        assert one.shortcut(facts(2), seen.owner[::-1], seen.num_drafts) is None
+        assert one.shortcut(facts(2), seen.owner, seen.num_drafts - 1) is None
+        again = one.shortcut(facts(2), seen.owner, seen.num_drafts)
+        assert again == replace(plan, step_id=2)
+        assert one.shortcut(facts(3), seen.owner, seen.num_drafts) is None
+
+    @pytest.mark.parametrize(("requests", "rate", "fresh"), [(32, 0.4, False), (128, 0.6, True)])
+    def test_small_batches_and_fresh_rows_are_planned_anew(self, requests, rate, fresh):
+        one = planner(replace(AT_ONCE, lazy=True))
+        seen = replace(uniform(requests, rate), fresh=fresh)
+        assert one.plan(facts(1), seen).kind is PlanKind.TRIM
+        assert one.shortcut(facts(2), seen.owner, seen.num_drafts) is None
+
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1))

@@ -47,12 +47,14 @@ class Ranking:
         if bounds[1] == 0:  # reduceat returns an element, not zero, for an empty segment
             segments[0] = 0.0
         segments[0] += self.forced_gain
-        gained: npt.NDArray[np.float64] = segments.cumsum(dtype=np.float64)
+        gained: npt.NDArray[np.float64] = np.add.accumulate(segments.astype(np.float64))
         return gained
 
     def total_gain(self) -> float:
         """Expected accepted drafts if all are admitted."""
-        free = self.ascending[self.ascending.size - self.most :][: self.most - self.least]
+        free = self.ascending
+        if self.least or self.most < free.size:
+            free = free[free.size - self.most :][: self.most - self.least]
         return self.forced_gain + float(np.add.reduce(free))
 
     def admit(self, budget: int) -> IntArray:

@@ -34,6 +34,7 @@ from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan, request_dige
 from vllm_dspark.planning.survival import survival
 from vllm_dspark.planning.table import RequestBatch
 
+BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.integer]
 OwnerArray = npt.NDArray[np.int64]
@@ -42,6 +43,9 @@ OwnerArray = npt.NDArray[np.int64]
 # _LAZY_PERIOD-th step is worked out: native steps should cost nothing.
 _LAZY_AFTER = 16
 _LAZY_PERIOD = 8
+# A trimmed step of at least so many requests serves the next step too: by then planning
+# is a cost, and what it decides from (outcomes of some twenty steps) has hardly moved.
+_LAZY_REQUESTS = 64
 _MODES = (StepMode.FULL, StepMode.PIECEWISE, StepMode.EAGER)
 
 
@@ -72,6 +76,8 @@ class Planner:
         self._native_streak = 0
         self._unjudged = 0  # consecutive steps with prefill rows
         self._last: VerifyPlan | None = None
+        self._repeatable = False  # the last plan may serve one more step
+        self._owner: OwnerArray = np.zeros(0, dtype=np.int64)  # its requests, in order
 
     @property
     def _prices(self) -> CostModel:
@@ -83,7 +89,7 @@ class Planner:
         """Decide one step."""
         draining = self._drain.update(batch.owner.size, facts.num_arrived, facts.num_waiting)
         forced = self.options.test_windows is not None
-        if forced and batch.owner.size and not np.count_nonzero(batch.excluded):
+        if forced and batch.owner.size and not _any(batch.excluded):
             return self._finish(self._forced(facts, batch))
         reason = self._standing_aside(facts, batch)
         if reason is not None:
@@ -105,6 +111,11 @@ class Planner:
             plan = self._single(facts, batch, seen, Reason.NO_DRAFTS, draft_next=True)
         elif kind is PlanKind.TRIM:
             plan = self._trim_or_native(facts, batch, seen, reason, draining)
+            plan = self._finish(plan)
+            full = not seen.incomplete and not batch.fresh and batch.owner.size >= _LAZY_REQUESTS
+            self._repeatable = full and plan.kind is PlanKind.TRIM
+            self._owner = batch.owner
+            return plan
         else:
             plan = self._native(facts, batch, reason, seen.native)
         return self._finish(plan)
@@ -112,29 +123,38 @@ class Planner:
     def shortcut(
         self, facts: StepFacts, owner: OwnerArray, num_drafts: IntArray
     ) -> VerifyPlan | None:
-        """The settled native decision once more, before a batch is even gathered.
+        """The previous decision once more, before a batch is even gathered.
 
-        None when the step must be planned: try this first, then `plan`.
+        A settled native decision is repeated for several steps; a trimmed one of a large batch
+        once, if no confidence row could be about the very drafts to be verified. None when the
+        step must be planned: try this first, then `plan`.
         """
-        last, streak = self._last, self._native_streak
-        if not self.options.lazy or last is None or streak < _LAZY_AFTER:
+        last, options = self._last, self.options
+        if not options.lazy or last is None or last.num_requests != owner.size:
             return None
-        if streak % _LAZY_PERIOD == 0 or facts.num_arrived or facts.reserved_rows:
+        if facts.num_arrived or facts.reserved_rows or facts.mode is StepMode.MIXED:
             return None
-        if last.num_requests != owner.size or facts.mode is StepMode.MIXED:
+        budget = int(np.add.reduce(num_drafts))
+        if last.kind is PlanKind.NATIVE:
+            if self._native_streak < _LAZY_AFTER or self._native_streak % _LAZY_PERIOD == 0:
+                return None
+            self._drain.update(owner.size, 0, facts.num_waiting)
+            windows = last.windows
+            if windows and budget != last.budget:
+                windows = tuple((num_drafts + 1).tolist())
+            digest = request_digest(owner)
+            return self._finish(
+                replace(last, step_id=facts.step_id, digest=digest, budget=budget, windows=windows)
+            )
+        if not self._repeatable or budget < owner.size * last.num_positions:
             return None
-        self._drain.update(owner.size, 0, facts.num_waiting)
-        windows: tuple[int, ...] = ()
-        if not self.options.device_windows:
-            windows = tuple((num_drafts + 1).tolist())
-        plan = replace(
-            last,
-            step_id=facts.step_id,
-            digest=request_digest(owner),
-            budget=int(np.add.reduce(num_drafts)),
-            windows=windows,
-        )
-        return self._finish(plan)
+        if not np.array_equal(owner, self._owner):
+            return None
+        if self._drain.update(owner.size, 0, facts.num_waiting):
+            return None
+        plan = self._finish(replace(last, step_id=facts.step_id))
+        self._repeatable = False
+        return plan
 
     # ---- before any arithmetic
 
@@ -144,13 +164,13 @@ class Planner:
             return Reason.EMPTY
         if not self.options.enabled:
             return Reason.DISABLED
-        if np.count_nonzero(batch.excluded):
+        if _any(batch.excluded):
             return Reason.EXCLUDED
         if (facts.reserved_rows or facts.mode is StepMode.MIXED) and not self.options.mixed:
             return Reason.MIXED
         if self.cost is None:
             return Reason.UNPRICED
-        if not np.count_nonzero(batch.known):
+        if batch.known is not None and not np.count_nonzero(batch.known):
             return Reason.UNKNOWN
         return None
 
@@ -186,7 +206,7 @@ class Planner:
         ragged = drafted + self._allocation_ms()
         trim = best_ragged(self._prices, facts.mode, rows, ranking, ragged)
         skip = None
-        if self.options.skip_draft and not np.count_nonzero(batch.reserved):
+        if self.options.skip_draft and not _any(batch.reserved):
             skip = uniform(self._prices, facts.mode, StepShape.SINGLE, rows, 0, 0.0, overhead)
         incomplete = int(np.add.reduce(batch.num_drafts)) < num_requests * width
         return _Evaluation(native, trim, skip, alive, ranking, incomplete)
@@ -201,10 +221,10 @@ class Planner:
 
     def _rank(self, batch: RequestBatch, alive: FloatArray, capacity: IntArray) -> Ranking:
         floor = None
-        reserved = np.count_nonzero(batch.reserved)
-        if reserved or self.options.request_floor:
+        if batch.reserved is not None or self.options.request_floor:
             floor = np.minimum(capacity, np.int32(self.options.request_floor))
-            np.copyto(floor, capacity, where=batch.reserved)
+            if batch.reserved is not None:
+                np.copyto(floor, capacity, where=batch.reserved)
         return rank(alive, capacity, floor)
 
     def _rank_here(self, batch: RequestBatch, seen: _Evaluation) -> Ranking:
@@ -388,5 +408,9 @@ class Planner:
         self._since_draft = 0 if plan.draft_next else self._since_draft + 1
         settled = plan.reason in (Reason.NATIVE_BEST, Reason.MIN_GAIN)
         self._native_streak = self._native_streak + 1 if settled else 0
-        self._last = plan
+        self._last, self._repeatable = plan, False
         return plan
+
+
+def _any(flags: BoolArray | None) -> bool:
+    return flags is not None and bool(np.count_nonzero(flags))
