@@ -34,6 +34,7 @@ class Ranking:
     least: int  # sum of floors
     most: int  # sum of capacities
     forced_gain: float  # survival of the drafts below the floors
+    _total: float | None = None  # gain of all drafts, once known
 
     def gains(self, budgets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Expected accepted drafts of ascending budgets between `least` and `most`."""
@@ -48,10 +49,14 @@ class Ranking:
             segments[0] = 0.0
         segments[0] += self.forced_gain
         gained: npt.NDArray[np.float64] = np.add.accumulate(segments.astype(np.float64))
+        if last == self.most - self.least:
+            self._total = float(gained[-1])
         return gained
 
     def total_gain(self) -> float:
         """Expected accepted drafts if all are admitted."""
+        if self._total is not None:
+            return self._total
         free = self.ascending
         if self.least or self.most < free.size:
             free = free[free.size - self.most :][: self.most - self.least]

@@ -31,6 +31,7 @@ from vllm_dspark.planning.forced import forced_windows
 from vllm_dspark.planning.hysteresis import KindSelector
 from vllm_dspark.planning.online_cost import CostModel
 from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan, request_digest
+from vllm_dspark.planning.repeat import Repetition
 from vllm_dspark.planning.survival import survival
 from vllm_dspark.planning.table import RequestBatch
 
@@ -39,13 +40,6 @@ FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.integer]
 OwnerArray = npt.NDArray[np.int64]
 
-# After this many native decisions in a row on an unchanged batch, only every
-# _LAZY_PERIOD-th step is worked out: native steps should cost nothing.
-_LAZY_AFTER = 16
-_LAZY_PERIOD = 8
-# A trimmed step of at least so many requests serves the next step too: by then planning
-# is a cost, and what it decides from (outcomes of some twenty steps) has hardly moved.
-_LAZY_REQUESTS = 64
 _MODES = (StepMode.FULL, StepMode.PIECEWISE, StepMode.EAGER)
 
 
@@ -73,11 +67,8 @@ class Planner:
         self._drain = DrainWatch()
         self._since_draft = 0  # steps since the drafter last ran
         self._probing = False  # the last step drafted only to look
-        self._native_streak = 0
         self._unjudged = 0  # consecutive steps with prefill rows
-        self._last: VerifyPlan | None = None
-        self._repeatable = False  # the last plan may serve one more step
-        self._owner: OwnerArray = np.zeros(0, dtype=np.int64)  # its requests, in order
+        self._repetition = Repetition()
 
     @property
     def _prices(self) -> CostModel:
@@ -111,10 +102,8 @@ class Planner:
             plan = self._single(facts, batch, seen, Reason.NO_DRAFTS, draft_next=True)
         elif kind is PlanKind.TRIM:
             plan = self._trim_or_native(facts, batch, seen, reason, draining)
-            plan = self._finish(plan)
-            full = not seen.incomplete and not batch.fresh and batch.owner.size >= _LAZY_REQUESTS
-            self._repeatable = full and plan.kind is PlanKind.TRIM
-            self._owner = batch.owner
+            self._finish(plan)
+            self._repetition.allow(plan, batch, seen.incomplete)
             return plan
         else:
             plan = self._native(facts, batch, reason, seen.native)
@@ -123,38 +112,21 @@ class Planner:
     def shortcut(
         self, facts: StepFacts, owner: OwnerArray, num_drafts: IntArray
     ) -> VerifyPlan | None:
-        """The previous decision once more, before a batch is even gathered.
+        """The previous decision once more (repeat.py), before a batch is even gathered.
 
-        A settled native decision is repeated for several steps; a trimmed one of a large batch
-        once, if no confidence row could be about the very drafts to be verified. None when the
-        step must be planned: try this first, then `plan`.
+        None when the step must be planned: try this first, then `plan`.
         """
-        last, options = self._last, self.options
-        if not options.lazy or last is None or last.num_requests != owner.size:
+        if not self.options.lazy or facts.num_arrived or facts.reserved_rows:
             return None
-        if facts.num_arrived or facts.reserved_rows or facts.mode is StepMode.MIXED:
+        if facts.mode is StepMode.MIXED:
             return None
-        budget = int(np.add.reduce(num_drafts))
-        if last.kind is PlanKind.NATIVE:
-            if self._native_streak < _LAZY_AFTER or self._native_streak % _LAZY_PERIOD == 0:
-                return None
-            self._drain.update(owner.size, 0, facts.num_waiting)
-            windows = last.windows
-            if windows and budget != last.budget:
-                windows = tuple((num_drafts + 1).tolist())
-            digest = request_digest(owner)
-            return self._finish(
-                replace(last, step_id=facts.step_id, digest=digest, budget=budget, windows=windows)
-            )
-        if not self._repeatable or budget < owner.size * last.num_positions:
+        plan = self._repetition.again(facts.step_id, owner, num_drafts)
+        if plan is None:
             return None
-        if not np.array_equal(owner, self._owner):
+        draining = self._drain.update(owner.size, 0, facts.num_waiting)
+        if draining and plan.kind is PlanKind.TRIM:
             return None
-        if self._drain.update(owner.size, 0, facts.num_waiting):
-            return None
-        plan = self._finish(replace(last, step_id=facts.step_id))
-        self._repeatable = False
-        return plan
+        return self._finish(plan)
 
     # ---- before any arithmetic
 
@@ -194,6 +166,8 @@ class Planner:
         rows = self._rows(facts, batch)
         overhead = self._prices.table.overhead_ms
         drafted = overhead + self._prices.draft_ms(num_requests)
+        ragged = drafted + self._allocation_ms()
+        trim = best_ragged(self._prices, facts.mode, rows, ranking, ragged)
         native = uniform(
             self._prices,
             facts.native_mode,
@@ -203,8 +177,6 @@ class Planner:
             ranking.total_gain(),
             drafted,
         )
-        ragged = drafted + self._allocation_ms()
-        trim = best_ragged(self._prices, facts.mode, rows, ranking, ragged)
         skip = None
         if self.options.skip_draft and not _any(batch.reserved):
             skip = uniform(self._prices, facts.mode, StepShape.SINGLE, rows, 0, 0.0, overhead)
@@ -387,7 +359,7 @@ class Planner:
             windows = tuple((admitted + 1).tolist())
         return VerifyPlan(
             step_id=facts.step_id,
-            digest=request_digest(batch.owner),
+            digest=request_digest(batch.owner) if batch.digest is None else batch.digest,
             num_requests=batch.owner.size,
             num_positions=batch.num_positions,
             kind=kind,
@@ -406,9 +378,7 @@ class Planner:
         """Advance what depends on the plan that was made."""
         self._probing = plan.reason is Reason.PROBE_DRAFT
         self._since_draft = 0 if plan.draft_next else self._since_draft + 1
-        settled = plan.reason in (Reason.NATIVE_BEST, Reason.MIN_GAIN)
-        self._native_streak = self._native_streak + 1 if settled else 0
-        self._last, self._repeatable = plan, False
+        self._repetition.note(plan)
         return plan
 
 

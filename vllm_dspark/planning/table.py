@@ -16,7 +16,7 @@ import numpy.typing as npt
 from vllm_dspark.errors import PlanError
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.online import OnlineCalibration
-from vllm_dspark.planning.plan import owner_id
+from vllm_dspark.planning.plan import owner_id, request_digest
 from vllm_dspark.planning.posterior import AcceptancePosterior
 from vllm_dspark.planning.quality import LiveQuality
 from vllm_dspark.planning.survival import RowCounts, acceptance, survival, usable_rows
@@ -55,6 +55,7 @@ class RequestBatch:
     reserved: BoolArray | None  # [n] keeps native width; None: nobody does
     excluded: BoolArray | None  # [n] must not be scheduled: then the whole step runs native
     counts: RowCounts
+    digest: int | None = None  # request_digest(owner), where it is known
     fresh: bool = False  # some acceptance comes from rows about the drafts to be verified
 
     @property
@@ -81,6 +82,7 @@ class _View:
     sampled: BoolArray
     untouched: BoolArray
     excluded: BoolArray | None
+    digest: int
 
 
 class RequestTable:
@@ -181,13 +183,15 @@ class RequestTable:
                 self._views.clear()
             flags = self._flags[:, slots]
             excluded = flags[_EXCLUDED]
+            owner = self._state[_OWNER, slots]
             view = _View(
                 slots,  # held, so that its identity stays its own
-                self._state[_OWNER, slots],
+                owner,
                 self._state[_TENANT, slots],
                 flags[_SAMPLED],
                 flags[_UNTOUCHED],
                 excluded if excluded.any() else None,
+                request_digest(owner),
             )
             self._views[id(slots)] = view
         return view
@@ -332,6 +336,7 @@ class RequestTable:
             reserved=reserved,
             excluded=view.excluded,
             counts=counts,
+            digest=view.digest,
             fresh=bool(np.count_nonzero(use.current)),
         )
 
