@@ -174,6 +174,28 @@ class _Uniform:
     """A custom logits processor that says nothing."""
 
 
+@pytest.mark.parametrize(
+    ("limits", "changes"),
+    [({}, {"max_tokens": 5}), ({"max_model_len": 8}, {})],
+    ids=["max_tokens", "max_model_len"],
+)
+def test_what_cannot_be_emitted_is_not_admitted(
+    pair: Pair, tmp_path: Path, limits: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    """Catches a ceiling that forgets max_model_len: the budget would be spent on nothing.
+
+    After a prompt of 3 tokens and its first own one, 4 more can be emitted: 3 drafts and one token.
+    """
+    scheduler = bare_scheduler(pair, options(tmp_path, DEAR), **limits)
+    add_request(scheduler, "short", **changes)
+    MadeUpWorker(scheduler, half).step()
+    conductor = scheduler.conductor
+    slots = conductor.table.slots(["short"])
+    batch = conductor.table.batch(slots, np.array([K], np.int32), np.array([1], np.int32))
+    assert (batch.remaining.tolist(), batch.capacity.tolist()) == ([4], [3])
+    assert conductor._limits([scheduler.requests["short"]], slots)[1] == {"short": 3}
+
+
 class TestExclusions:
     @pytest.mark.parametrize(
         ("given", "found"),
@@ -222,6 +244,26 @@ class TestExclusions:
         plan = order_of(output).plan
         assert (plan.kind, plan.reason) == (PlanKind.NATIVE, Reason.EXCLUDED)
         assert {len(d) for d in output.scheduled_spec_decode_tokens.values()} == {K}
+
+
+def test_settled_native_steps_learn_less_and_count_all(pair: Pair, tmp_path: Path) -> None:
+    """Catches bookkeeping that costs as much as planning, and metrics that lose steps over it."""
+    scheduler = bare_scheduler(pair, options(tmp_path, CHEAP), max_num_seqs=8)
+    worker = settled(scheduler, steps=40)
+    conductor, totals = scheduler.conductor, scheduler.dspark_totals
+    learned, steps = conductor.table.posterior.num_observed, totals.steps
+    batches = conductor.rows.states.sum()
+    for _ in range(80):
+        worker.step()
+    assert {plan.kind for plan in worker.plans} == {PlanKind.NATIVE}
+    assert totals.steps - steps == 80
+    # 8 requests, 3 of 7 drafts accepted: 4 judged; half of the steps are learned from
+    assert conductor.table.posterior.num_observed - learned == 40 * 8 * 4
+    assert conductor.rows.states.sum() - batches == 10 * 8, "one step in eight is planned"
+    slots = conductor.table.slots([f"r{i}" for i in range(8)])
+    left = 10_000 - scheduler.requests["r0"].num_output_tokens
+    batch = conductor.table.batch(slots, np.full(8, K, np.int32), np.ones(8, np.int32))
+    assert set(batch.remaining.tolist()) == {left}
 
 
 class TestPauses:

@@ -28,13 +28,14 @@ from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan, owner_id
 from vllm_dspark.planning.planner import Planner
 from vllm_dspark.planning.settle import settle
 from vllm_dspark.planning.survival import stamp_next
-from vllm_dspark.planning.table import RequestTable, SlotLookup
+from vllm_dspark.planning.table import NO_LIMIT, RequestTable, SlotLookup
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
 IntArray = npt.NDArray[np.int32]
 SlotArray = npt.NDArray[np.int64]
 
+_REST_PERIOD = 8  # steps
 # A temperature below this is greedy for vLLM (vllm.sampling_params._SAMPLING_EPS).
 _GREEDY_BELOW = 1e-5
 
@@ -77,9 +78,11 @@ class Conductor:
         *,
         device_windows: bool,
         processors: tuple[str, ...] = (),
+        max_model_len: int = NO_LIMIT,
     ) -> None:
         """processors: custom logits processors that may count on uniform rows (exclusions.py)."""
         self._processors = processors
+        self._max_model_len = max_model_len
         self.table = table
         self.planner: Planner | None = None  # made when a cost table is there
         self.rows = RowTotals()
@@ -159,7 +162,7 @@ class Conductor:
         width = self.table.num_positions
         floors, ceilings = {}, {}
         for request, reserved in zip(drafting, self._reserved[slots].tolist(), strict=True):
-            left = request.max_tokens - request.num_output_tokens - 1
+            left = self._remaining(request) - 1
             if left < width:
                 ceilings[request.request_id] = max(left, 0)
             if reserved:
@@ -211,7 +214,7 @@ class Conductor:
             as_planned = False  # workers know the requests of the plan by their drafts
         if as_planned:
             return order
-        rows = [i for i, name in enumerate(ids) if name in step.tokens]
+        rows = [i for i, name in enumerate(ids) if name in step.tokens and name in self.table]
         names = [ids[i] for i in rows]
         drafts = np.array([len(step.drafts.get(name, ())) for name in names], dtype=np.int32)
         others = step.num_tokens - len(names) - int(drafts.sum())
@@ -257,6 +260,11 @@ class Conductor:
             draft_stamps=order.draft_stamps[rows],
         )
 
+    def _remaining(self, request: Any) -> int:
+        """Tokens that the request can still emit: what goes beyond need not be verified."""
+        wanted = request.max_tokens - request.num_output_tokens
+        return max(0, min(wanted, self._max_model_len - request.num_tokens))
+
     def _add(self, request: Any) -> None:
         slot = self.table.add(
             request.request_id,
@@ -264,7 +272,8 @@ class Conductor:
             untouched=is_untouched(request),
             excluded=bool(exclusion(request, self._processors)),
             tenant=tenant_of(request),
-            remaining=max(0, request.max_tokens - request.num_output_tokens),
+            # less the token of the step that ends its prefill, which is no verification's outcome
+            remaining=max(0, self._remaining(request) - 1),
             generation=self._generation.get(request.request_id, 0),
         )
         if slot >= self._draft_stamp.size:
@@ -282,17 +291,19 @@ class Conductor:
 
     def learn(self, report: StepReport | None, outcomes: StepOutcomes | None) -> None:
         """Take in outcomes, rows and times of a step that has come back."""
+        resting = self._resting()
         # Outcomes before rows: on a CPU a report brings the rows of the pass after the judged one,
         # which would overwrite the rows that these outcomes are about.
         if outcomes is not None:
-            self._take_outcomes(outcomes)
+            self._take_outcomes(outcomes, resting)
         if report is not None:
-            self._take_rows(report)
+            if not resting:
+                self._take_rows(report)
             waiting = self.planner is None or self.planner.cost is None
             if report.cost_table is not None and waiting and not self.off_reason:
                 record = CostTableRecord.model_validate_json(report.cost_table)
                 self._start_planning(record.to_table())
-            for timing in report.timings:
+            for timing in report.timings if not resting else ():
                 self._take_timing(timing)
 
     def _take_timing(self, timing: StepTiming) -> None:
@@ -306,7 +317,16 @@ class Conductor:
                 logger.info("vllm-dspark: steps are priced from what was served from now on")
                 self._start_planning(table)
 
-    def _take_outcomes(self, outcomes: StepOutcomes) -> None:
+    def _resting(self) -> bool:
+        """Whether nothing that comes in now is needed for a decision soon.
+
+        Where nothing is ever scheduled, half of the steps still serve the quality metrics.
+        """
+        if self.off_reason:
+            return 1 <= self.step_id % _REST_PERIOD <= _REST_PERIOD // 2
+        return self.planner is not None and self.planner.resting
+
+    def _take_outcomes(self, outcomes: StepOutcomes, resting: bool) -> None:
         # Nothing is known of drafts behind a stop: to the learner they were never verified.
         verified, accepted, stamps = outcomes.before_stop, outcomes.accepted, outcomes.stamps
         found = self._judged.of(outcomes.request_ids)
@@ -314,7 +334,9 @@ class Conductor:
         if found.known is not None:
             keep = found.known
             verified, accepted, stamps = verified[keep], accepted[keep], stamps[keep]
-        if not slots.size:
+        if resting:
+            self.table.count_emitted(slots, accepted)
+        if resting or not slots.size:
             return
         first = int(stamps[0])
         if (stamps == first).all():

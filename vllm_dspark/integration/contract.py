@@ -157,7 +157,17 @@ CONTRACT: tuple[Symbol, ...] = (
         fields=("scheduled_spec_decode_tokens", "num_scheduled_tokens", "preempted_req_ids"),
     ),
     Symbol("v1/outputs.py", "ModelRunnerOutput", fields=("req_ids", "sampled_token_ids")),
-    Symbol("v1/request.py", "Request", fields=("spec_token_ids", "num_computed_tokens")),
+    Symbol(
+        "v1/request.py",
+        "Request",
+        fields=(
+            "spec_token_ids",
+            "num_computed_tokens",
+            "resumable",
+            "cache_salt",
+            "lora_request",
+        ),
+    ),
 )
 
 

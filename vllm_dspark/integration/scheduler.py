@@ -74,6 +74,7 @@ class DSparkSchedulerMixin:
             StepMode.EAGER,
             device_windows=mode == "device",
             processors=undeclared_processors(vllm_config),
+            max_model_len=vllm_config.model_config.max_model_len,
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

@@ -76,6 +76,11 @@ class Planner:
             raise PlanError("a step was to be priced before a cost table was there")
         return self.cost
 
+    @property
+    def resting(self) -> bool:
+        """Whether the coming steps repeat a settled native decision, so nothing need be learned."""
+        return self._repetition.resting
+
     def plan(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
         """Decide one step."""
         draining = self._drain.update(batch.owner.size, facts.num_arrived, facts.num_waiting)

@@ -31,6 +31,17 @@ class Repetition:
         self._native_streak = 0
         self._owner: OwnerArray | None = None  # requests of a trimmed plan that may serve again
 
+    @property
+    def resting(self) -> bool:
+        """Whether the next few steps will be repeats: what comes in now decides nothing.
+
+        Half of the steps between two planned ones are learned from, the last ones: rows of up to
+        three passes before a planned step can reach it.
+        """
+        return self._native_streak >= _LAZY_AFTER and (
+            1 <= self._native_streak % _LAZY_PERIOD <= _LAZY_PERIOD // 2
+        )
+
     def note(self, plan: VerifyPlan) -> None:
         """A plan was made, or repeated."""
         settled = plan.reason in (Reason.NATIVE_BEST, Reason.MIN_GAIN)

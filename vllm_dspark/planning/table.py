@@ -245,6 +245,13 @@ class RequestTable:
         """Overrule what is left to generate, where the engine knows better."""
         self._state[_REMAINING, slots] = remaining
 
+    def count_emitted(self, slots: SlotArray, accepted: IntArray) -> None:
+        """Take what a step emitted off what remains, without learning from it."""
+        left = self._state[_REMAINING].take(slots)
+        left -= accepted
+        left -= 1
+        self._state[_REMAINING][slots] = np.maximum(left, 0, out=left)
+
     def record_outcomes(
         self,
         slots: SlotArray,  # [m], each at most once
@@ -254,10 +261,7 @@ class RequestTable:
     ) -> None:
         """Take in what became of the drafts of pass `stamp`."""
         view, state = self._view(slots), self._state
-        left = state[_REMAINING].take(slots)
-        left -= accepted
-        left -= 1
-        state[_REMAINING][slots] = np.maximum(left, 0, out=left)
+        self.count_emitted(slots, accepted)
         self.posterior.observe(slots, admitted, accepted, view.sampled, view.untouched, view.tenant)
         self._num_outcomes += 1
         if self._num_outcomes % _LEARN_PERIOD:
