@@ -74,6 +74,16 @@ class TestSkipDraft:
         excluded = uniform(128, 0.05, excluded=np.arange(128) == 0)
         assert episode.planner.plan(facts(6), excluded).draft_next
 
+    def test_a_pause_does_not_end_because_nothing_is_known(self):
+        """Catches flapping: in a pause rows go stale, and only probes bring outcomes."""
+        one = planner(replace(AT_ONCE, probe_interval=8))
+        Episode(one).run(128, 2)
+        for step in range(2, 6):
+            nothing = np.zeros(128, dtype=bool)
+            seen = uniform(128, 0.05, num_drafts=np.zeros(128, dtype=np.int32), known=nothing)
+            plan = one.plan(facts(step), seen)
+            assert (plan.kind, plan.draft_next) == (PlanKind.SKIP_DRAFT, False), plan.reason
+
     def test_can_be_switched_off(self):
         plans = Episode(planner(replace(AT_ONCE, skip_draft=False))).run(128, 5)
         assert all(plan.draft_next for plan in plans)

@@ -117,26 +117,26 @@ def _kv_nodes(max_model_len: int, width: int) -> tuple[int, ...]:
 
 
 def _measure(runner: Any, requests: int, tokens: int, kv_tokens: int) -> list[StepTiming]:
-    timings = []
     warmup = _WARMUP if tokens <= _LARGE else 0
-    for repeat in range(warmup + _REPEATS):
-        forward_ms, state = _forward(runner, requests, tokens, max(1, kv_tokens // requests))
-        started = time.perf_counter()
-        _draft(runner, state)
-        draft_ms = (time.perf_counter() - started) * 1e3
-        if repeat >= warmup:
-            timings.append(
-                StepTiming(
-                    StepMode.EAGER,
-                    StepShape.RAGGED,
-                    num_requests=requests,
-                    num_tokens=tokens,
-                    kv_tokens=kv_tokens,
-                    forward_ms=forward_ms,
-                    draft_ms=draft_ms,
-                )
-            )
-    return timings
+    timings = [measure_once(runner, requests, tokens, kv_tokens) for _ in range(warmup + _REPEATS)]
+    return timings[warmup:]
+
+
+def measure_once(runner: Any, requests: int, tokens: int, kv_tokens: int) -> StepTiming:
+    """Time one target step and the draft pass after it."""
+    forward_ms, state = _forward(runner, requests, tokens, max(1, kv_tokens // requests))
+    started = time.perf_counter()
+    _draft(runner, state)
+    draft_ms = (time.perf_counter() - started) * 1e3
+    return StepTiming(
+        StepMode.EAGER,
+        StepShape.RAGGED,
+        num_requests=requests,
+        num_tokens=tokens,
+        kv_tokens=kv_tokens,
+        forward_ms=forward_ms,
+        draft_ms=draft_ms,
+    )
 
 
 def _forward(runner: Any, requests: int, tokens: int, context: int) -> tuple[float, Any]:

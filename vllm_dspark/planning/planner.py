@@ -147,7 +147,9 @@ class Planner:
             return Reason.MIXED
         if self.cost is None:
             return Reason.UNPRICED
-        if batch.known is not None and not np.count_nonzero(batch.known):
+        # In a pause nothing new becomes known but by probes, and priors are all there is.
+        paused = self.selector.kind is PlanKind.SKIP_DRAFT
+        if not paused and batch.known is not None and not np.count_nonzero(batch.known):
             return Reason.UNKNOWN
         return None
 
