@@ -10,11 +10,27 @@ from tests.integration.test_planning import DEAR, SPEC, greedy, options, prompts
 from tests.support.adapters import RANK, write_adapter
 from tests.support.costs import write_cost_table
 from tests.support.engines import dspark, engine, runner_of, scheduler_of, token_lists
+from tests.support.pairs import Pair
+from tests.support.schedulers import bare_scheduler
+from vllm_dspark.errors import DSparkConfigError
 from vllm_dspark.planning.plan import PlanKind
 
 pytestmark = pytest.mark.engine
 
-LORA = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 2}
+LORA = {
+    "enable_lora": True,
+    "max_lora_rank": RANK,
+    "max_loras": 2,
+    "lora_target_modules": ["q_proj", "v_proj"],
+}
+
+
+@pytest.mark.usefixtures("runner_choice")
+@pytest.mark.parametrize("modules", [None, ["q_proj", "lm_head"]])
+def test_adapters_of_the_head_are_refused_at_start(pair: Pair, modules: list[str] | None) -> None:
+    """Catches an engine that starts and fails in its first verified step (vLLM's CPU kernels)."""
+    with pytest.raises(DSparkConfigError, match="without lm_head"):
+        bare_scheduler(pair, {"scheduling": False}, enable_lora=True, lora_target_modules=modules)
 
 
 def test_trimmed_windows_keep_the_output_of_adapters(build: Callable, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.engines import dspark, engine, scheduler_of, token_lists
+from tests.support.engines import dspark, engine, runner_of, scheduler_of, token_lists
 from tests.support.pairs import Pair, PairSpec, build_pair
 
 pytestmark = pytest.mark.engine
@@ -65,21 +65,31 @@ def lagged_window(drafts: list[int]) -> int:
     return 1 + int((tokens * STEPS_PER_SECOND).argmax())
 
 
-def cut_by_lagged_windows(scheduler: Any) -> list[int]:
+def cut_by_lagged_windows(llm: Any) -> list[int]:
     """Let every window follow from the previous pass of its request; the windows seen."""
-    schedule, coming, seen = scheduler.schedule, {}, []
+    scheduler, speculator = scheduler_of(llm), runner_of(llm).speculator
+    schedule, propose = scheduler.schedule, speculator.propose
+    newest: dict[str, list[int]] = {}  # drafts of the last pass
+    coming: dict[str, int] = {}  # windows that follow from the pass before
+    seen: list[int] = []
+
+    def proposing(*args: Any, **kwargs: Any) -> Any:
+        drafts = propose(*args, **kwargs)
+        batch = kwargs["input_batch"] if "input_batch" in kwargs else args[0]
+        newest.update(zip(batch.req_ids, drafts[: batch.num_reqs].tolist(), strict=True))
+        return drafts
 
     def cutting(*args: Any, **kwargs: Any) -> Any:
         for request in scheduler.running:
-            drafts = list(request.spec_token_ids)
-            if drafts:
-                window = coming.get(request.request_id, 1)
-                coming[request.request_id] = lagged_window(drafts)
-                request.spec_token_ids = drafts[: window - 1]
+            if request.spec_token_ids:
+                name = request.request_id
+                window = coming.get(name, 1)
+                coming[name] = lagged_window(newest[name])
+                request.spec_token_ids = request.spec_token_ids[: window - 1]
                 seen.append(window)
         return schedule(*args, **kwargs)
 
-    scheduler.schedule = cutting
+    speculator.propose, scheduler.schedule = proposing, cutting
     return seen
 
 
@@ -101,7 +111,7 @@ def step_seeds(on: bool) -> None:
     """Key the noise of vLLM's drafting as 0.33 does, or as 0.32 does."""
     from vllm.v1.worker.gpu.sample import gumbel
 
-    launched = inspect.getclosurevars(gumbel._gumbel_sample_kernel).nonlocals
+    launched = inspect.getclosurevars(gumbel._gumbel_sample_kernel.func).nonlocals
     launched["constants"]["STEP_SEEDS"] = on
 
 
@@ -121,7 +131,7 @@ def test_vllms_own_engine(pair: Pair, record_property: Callable) -> None:
     """0.32's noise fails and 0.33's passes: the question can tell them apart."""
     with engine(pair.target, settings(pair, {"enabled": False}), v2=True, **LARGE) as llm:
         assert type(scheduler_of(llm)).__name__ == "Scheduler"
-        windows = cut_by_lagged_windows(scheduler_of(llm))
+        windows = cut_by_lagged_windows(llm)
         found = {}
         for name, on in (("0.32", False), ("0.33", True)):
             step_seeds(on)
@@ -136,7 +146,7 @@ def test_vllms_own_engine(pair: Pair, record_property: Callable) -> None:
 def test_ours(pair: Pair, record_property: Callable) -> None:
     """Catches our noise meeting a redrafted position again."""
     with engine(pair.target, settings(pair, {}), **LARGE) as llm:
-        cut_by_lagged_windows(scheduler_of(llm))
+        cut_by_lagged_windows(llm)
         z = z_score(llm)
         totals = scheduler_of(llm).dspark_totals
     record_property("z", z)

@@ -163,10 +163,10 @@ class Conductor:
         floors, ceilings = {}, {}
         for request, reserved in zip(drafting, self._reserved[slots].tolist(), strict=True):
             left = self._remaining(request) - 1
-            if left < width:
-                ceilings[request.request_id] = max(left, 0)
             if reserved:
                 floors[request.request_id] = width
+            elif left < width:
+                ceilings[request.request_id] = max(left, 0)
         return floors, ceilings
 
     def _facts(self, outlook: StepOutlook) -> StepFacts:

@@ -15,6 +15,7 @@ from vllm_dspark.integration.outcomes import OutcomeLog, OutcomeTotals, PendingO
 from vllm_dspark.integration.report import StepOrder, attach_order, order_of, report_of
 from vllm_dspark.integration.startup import (
     require_schedulable,
+    require_servable,
     resolve_scheduling,
     settle_windows,
 )
@@ -53,6 +54,7 @@ class DSparkSchedulerMixin:
 
     def _make_conductor(self, options: DSparkConfig, width: int) -> Conductor:
         vllm_config = self.vllm_config
+        require_servable(vllm_config)
         resolution = resolve_scheduling(vllm_config, options)
         mode, _ = settle_windows(vllm_config, options)
         require_schedulable(resolution.off_reason, options)

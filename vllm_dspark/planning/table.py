@@ -330,6 +330,8 @@ class RequestTable:
         capacity = remaining - 1
         np.maximum(capacity, 0, out=capacity)
         np.minimum(capacity, self.num_positions, out=capacity)
+        if reserved is not None:  # their windows must not depend on anything
+            np.copyto(capacity, self.num_positions, where=reserved)
         return RequestBatch(
             owner=view.owner,
             acceptance=estimate,
