@@ -262,8 +262,9 @@ class Conductor:
 
     def _remaining(self, request: Any) -> int:
         """Tokens that the request can still emit: what goes beyond need not be verified."""
-        wanted = request.max_tokens - request.num_output_tokens
-        return max(0, min(wanted, self._max_model_len - request.num_tokens))
+        wanted: int = request.max_tokens - request.num_output_tokens
+        left: int = max(0, min(wanted, self._max_model_len - request.num_tokens))
+        return left
 
     def _add(self, request: Any) -> None:
         slot = self.table.add(
