@@ -75,6 +75,12 @@ CONTRACT: tuple[Symbol, ...] = (
     Symbol(_RUNNER, "GPUModelRunner.initialize_kv_cache", params=("kv_cache_config",)),
     Symbol(_RUNNER, "GPUModelRunner.execute_model", params=("scheduler_output",)),
     Symbol(_RUNNER, "GPUModelRunner.sample_tokens", params=("grammar_output",)),
+    Symbol(
+        _RUNNER,
+        "GPUModelRunner.sample",
+        params=("hidden_states", "input_batch", "grammar_output"),
+    ),
+    Symbol("v1/worker/gpu/sample/states.py", "SamplingStates", fields=("seeds_set", "temperature")),
     Symbol(_RUNNER, "GPUModelRunner.finish_requests", params=("scheduler_output",)),
     Symbol(f"{_SPEC}/dspark/speculator.py", "DSparkSpeculator", bases=("DFlashSpeculator",)),
     Symbol(
@@ -151,7 +157,17 @@ CONTRACT: tuple[Symbol, ...] = (
         fields=("scheduled_spec_decode_tokens", "num_scheduled_tokens", "preempted_req_ids"),
     ),
     Symbol("v1/outputs.py", "ModelRunnerOutput", fields=("req_ids", "sampled_token_ids")),
-    Symbol("v1/request.py", "Request", fields=("spec_token_ids", "num_computed_tokens")),
+    Symbol(
+        "v1/request.py",
+        "Request",
+        fields=(
+            "spec_token_ids",
+            "num_computed_tokens",
+            "resumable",
+            "cache_salt",
+            "lora_request",
+        ),
+    ),
 )
 
 

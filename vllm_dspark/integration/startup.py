@@ -93,6 +93,20 @@ def require_schedulable(reason: str, options: DSparkConfig) -> None:
         )
 
 
+def require_servable(vllm_config: Any) -> None:
+    """Raise for what would fail in the first verified step, whoever sets windows."""
+    lora = vllm_config.lora_config
+    if not is_cpu_build() or lora is None:
+        return
+    if not lora.target_modules or "lm_head" in lora.target_modules:
+        raise DSparkConfigError(
+            f"enable_lora with lora_target_modules = {lora.target_modules!r}: on a CPU "
+            "vLLM applies adapters of lm_head to one row of logits per request, and verification "
+            "has several; name the modules that your adapters change, without lm_head "
+            '(lora_target_modules = ["q_proj", "v_proj", ...])'
+        )
+
+
 def live_fingerprint(vllm_config: Any) -> Fingerprint:
     """Identity of this engine for artifacts; equal in every process of the engine."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
