@@ -6,7 +6,7 @@ tested with plain stand-ins. One conductor per engine, called by the scheduler a
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,7 @@ class Conductor:
         mode: StepMode,
         *,
         device_windows: bool,
+        native_mode: StepMode | None = None,
     ) -> None:
         self.table = table
         self.planner: Planner | None = None  # made when a cost table is there
@@ -61,7 +62,8 @@ class Conductor:
         self._resolution = resolution
         self._options = options
         self.device_windows = device_windows
-        self._mode = mode
+        self._mode = mode  # of ragged steps
+        self._native_mode = mode if native_mode is None else native_mode
         self._draft_stamp = np.zeros(0, dtype=np.int32)  # by slot: pass that made its drafts
         self._reserved = np.zeros(0, dtype=np.bool_)  # by slot: keeps its full window
         self._generation: dict[str, int] = {}
@@ -128,11 +130,12 @@ class Conductor:
 
     def _facts(self, outlook: StepOutlook) -> StepFacts:
         mode = StepMode.MIXED if outlook.mixed else self._mode
+        native_mode = StepMode.MIXED if outlook.mixed else self._native_mode
         arrived, self._num_arrived = self._num_arrived, 0
         return StepFacts(
             step_id=self.step_id,
             mode=mode,
-            native_mode=mode,
+            native_mode=native_mode,
             kv_tokens=outlook.kv_tokens,
             num_waiting=outlook.num_waiting,
             num_arrived=arrived,
@@ -203,6 +206,8 @@ class Conductor:
         if outcomes is not None:
             self._take_outcomes(outcomes)
         if report is not None:
+            if report.refused:
+                self.withdraw(report.refused)
             self._take_rows(report)
             waiting = self.planner is None or self.planner.cost is None
             if report.cost_table is not None and waiting and not self.off_reason:
@@ -212,6 +217,11 @@ class Conductor:
                 for timing in report.timings:
                     self.times.add(timing, self.planner.cost)
                     self.planner.cost.observe(timing)
+
+    def withdraw(self, reason: str) -> None:
+        """Plan nothing from now on: the worker's start-up check failed, so it trims no step."""
+        self._resolution = replace(self._resolution, off_reason=reason, cost_table=None)
+        self.planner = None
 
     def _take_outcomes(self, outcomes: StepOutcomes) -> None:
         # Nothing is known of drafts behind a stop: to the learner they were never verified.

@@ -1,9 +1,10 @@
 """Worker side of step reports: confidence rows and step times, without waiting for a device."""
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,17 +52,22 @@ class _PendingRows:
     stamp: int
     request_ids: tuple[str, ...]
     owners: npt.NDArray[np.int64]
-    host: torch.Tensor  # [m, K] float32, being filled by the copy stream
+    host: torch.Tensor  # [m, K] float32 logits, being filled by a copy; probabilities once taken
     event: Any  # recorded behind the copy; None when the rows are there already
 
 
 class ConfidenceRows:
-    """Hands confidence rows of past draft passes over as soon as their copy has landed."""
+    """Hands confidence rows of past draft passes over as soon as their copy has landed.
+
+    On a device the copy of the logits follows the draft pass on its own stream of work: a few
+    kilobytes, cheaper than leading them to another stream. Rows are recorded by the thread that
+    launches steps and taken by the one that waits for outputs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._asynchronous = device.type != "cpu"
-        self._stream = torch.cuda.Stream(device) if self._asynchronous else None
         self._pending: deque[_PendingRows] = deque()
+        self._lock = threading.Lock()
 
     def record(
         self,
@@ -71,28 +77,29 @@ class ConfidenceRows:
         logits: torch.Tensor,  # [m, K] float32
     ) -> None:
         """Start copying the rows of the pass that was just launched."""
-        if len(self._pending) == _MAX_PENDING:
-            self._pending.popleft()
-        if self._stream is None:
-            host, event = torch.sigmoid(logits), None
+        event = None
+        if self._asynchronous:
+            host = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
+            host.copy_(logits, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
         else:
-            current = torch.cuda.current_stream(logits.device)
-            probabilities = torch.sigmoid(logits)
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                host = torch.empty_like(probabilities, device="cpu", pin_memory=True)
-                host.copy_(probabilities, non_blocking=True)
-                probabilities.record_stream(self._stream)
-                event = torch.cuda.Event()
-                event.record(self._stream)
-        self._pending.append(_PendingRows(stamp, request_ids, owners, host, event))
+            host = logits.clone()
+        with self._lock:
+            if len(self._pending) == _MAX_PENDING:
+                self._pending.popleft()
+            self._pending.append(_PendingRows(stamp, request_ids, owners, host, event))
 
     def take(self) -> _PendingRows | None:
-        """Newest rows that have arrived; older ones are superseded by it."""
+        """Newest rows that have arrived, as probabilities; older ones are superseded by it."""
         newest = None
-        while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
-            newest = self._pending.popleft()
-        return newest
+        with self._lock:
+            pending = self._pending
+            while pending and (pending[0].event is None or pending[0].event.query()):
+                newest = pending.popleft()
+        if newest is None:
+            return None
+        return replace(newest, host=torch.sigmoid(newest.host), event=None)
 
 
 class StepClock:
@@ -143,30 +150,45 @@ class StepReporter:
     def __init__(self, device: torch.device, width: int) -> None:
         self.owners = Owners()
         self.clock = StepClock() if device.type == "cpu" else None
+        self.late_timings: Callable[[], tuple[StepTiming, ...]] | None = None  # of a device
         self._rows = ConfidenceRows(device)
         self._width = width
         self.cost_table: str | None = None  # set once, by profiling
+        self.refused = ""  # why this worker executes no trim plans, if so
 
     def record_rows(self, order: StepOrder, input_batch: Any, logits: torch.Tensor) -> None:
         """Rows of the pass that was just launched; logits: [num_reqs, K]."""
         ids = tuple(input_batch.req_ids)
         self._rows.record(order.step_id, ids, self.owners.of(ids), logits[: len(ids)])
 
-    def report(self, input_batch: Any, admitted: dict[str, int] | None) -> StepReport:
-        """What is known by now; admitted: of this step, if windows were set on the worker."""
-        timings: tuple[StepTiming, ...] = ()
-        if self.clock is not None:
-            timings = (self.clock.timing(input_batch, self._width),)
+    def timings(self, input_batch: Any) -> tuple[StepTiming, ...]:
+        """Of the step that was just run, where that is known at once."""
+        return () if self.clock is None else (self.clock.timing(input_batch, self._width),)
+
+    def report(
+        self,
+        timings: tuple[StepTiming, ...],
+        admitted: Callable[[], dict[str, int]] | None,
+    ) -> StepReport:
+        """What is known when the step's output has arrived.
+
+        admitted: drafts let through in the step, if windows were set on the worker.
+        """
         table, self.cost_table = self.cost_table, None
+        if self.late_timings is not None:
+            timings = self.late_timings()
+        counts = None if admitted is None else admitted()
         rows = self._rows.take()
         if rows is None:
-            return StepReport(0, (), _NO_OWNERS, _NO_ROWS, timings, admitted, table)
-        return StepReport(
-            rows.stamp,
-            rows.request_ids,
-            rows.owners,
-            rows.host.numpy(),
-            timings,
-            admitted,
-            table,
-        )
+            found = StepReport(0, (), _NO_OWNERS, _NO_ROWS, timings, counts, table)
+        else:
+            found = StepReport(
+                rows.stamp,
+                rows.request_ids,
+                rows.owners,
+                rows.host.numpy(),
+                timings,
+                counts,
+                table,
+            )
+        return replace(found, refused=self.refused) if self.refused else found

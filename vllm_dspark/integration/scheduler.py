@@ -14,8 +14,8 @@ from vllm_dspark.integration.startup import (
     require_schedulable,
     resolve_scheduling,
     settle_windows,
+    step_modes,
 )
-from vllm_dspark.planning.cost import StepMode
 from vllm_dspark.planning.table import RequestTable
 
 logger = logging.getLogger("vllm.vllm_dspark")
@@ -63,12 +63,14 @@ class DSparkSchedulerMixin:
             rank_by_posterior=mode == "host",
             online_calibration=options.online_calibration,
         )
+        ragged, native = step_modes(vllm_config)
         return Conductor(
             table,
             resolution,
             options,
-            StepMode.EAGER,
+            ragged,
             device_windows=mode == "device",
+            native_mode=native,
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

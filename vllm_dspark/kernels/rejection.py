@@ -32,12 +32,14 @@ from vllm_dspark.kernels.rejection_kernels import (
 )
 
 _BLOCK_V = 2048
+# What comes in 16 bits is widened as it is read: a float32 copy would double the traffic.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonRejectOps:
-    """`RejectOps` with buffers for up to `max_reqs` requests.
+    """`RejectOps` with scratch for up to `max_reqs` requests.
 
-    An outcome is valid until the next call.
+    Tokens and their numbers are tensors of their own; the rest is valid until the next call.
     """
 
     def __init__(self, max_reqs: int, num_drafts: int, vocab: int, device: torch.device) -> None:
@@ -59,9 +61,7 @@ class TritonRejectOps:
         self._accepted, self._mode = ints(max_reqs), ints(max_reqs)
         self._token = torch.zeros(max_reqs, dtype=torch.int64, device=device)
         self._value, self._index = floats(2 * parts), ints(2 * parts)
-        self._sampled = torch.empty(max_reqs * columns, dtype=torch.int64, device=device)
-        self._num_sampled, self._accepted_out = ints(max_reqs), ints(max_reqs)
-        self._verified = ints(max_reqs)
+        self._accepted_out, self._verified = ints(max_reqs), ints(max_reqs)
 
     def reject(self, batch: RejectBatch, state: SamplingState, rule: RejectRule) -> RejectOutcome:
         """Accepts a prefix of each window and draws the token after it."""
@@ -140,9 +140,12 @@ class TritonRejectOps:
             BLOCK_V=_BLOCK_V // 2,
             num_warps=4,
         )
+        # The engine reads these later, on its copy stream, when the next step is under way.
+        sampled = self._token.new_empty((num_reqs, columns))
+        num_sampled = self._accepted.new_empty(num_reqs)
         outcome_kernel[(num_reqs,)](
-            self._sampled,
-            self._num_sampled,
+            sampled,
+            num_sampled,
             self._accepted_out,
             self._verified,
             self._accepted,
@@ -157,10 +160,7 @@ class TritonRejectOps:
             **sizes,
         )
         return RejectOutcome(
-            self._sampled[: num_reqs * columns].view(num_reqs, columns),
-            self._num_sampled[:num_reqs],
-            self._accepted_out[:num_reqs],
-            self._verified[:num_reqs],
+            sampled, num_sampled, self._accepted_out[:num_reqs], self._verified[:num_reqs]
         )
 
     def _judge_block(
@@ -210,8 +210,8 @@ class TritonRejectOps:
                 f"{num_reqs} requests of {rule.num_drafts} drafts do not fit buffers made for "
                 f"{self.max_reqs} of {self.num_drafts}"
             )
-        if batch.target_logits.dtype != torch.float32 or batch.target_logits.stride(1) != 1:
+        if batch.target_logits.dtype not in _DTYPES or batch.target_logits.stride(1) != 1:
             raise ValueError(
-                f"target_logits must be float32 with contiguous rows, got "
+                f"target_logits must be float32, bfloat16 or float16 with contiguous rows, got "
                 f"{batch.target_logits.dtype} with strides {batch.target_logits.stride()}"
             )

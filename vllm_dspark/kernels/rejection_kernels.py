@@ -51,7 +51,7 @@ def row_stats_kernel(
     stats_ptr,
     # [R, J, S] int32
     argmax_ptr,
-    # [N, V] float32
+    # [N, V]
     target_ptr,
     # [M, K, V_c]
     draft_ptr,
@@ -125,7 +125,7 @@ def judge_kernel(
     # [4, R, J, S], [R, J, S]
     stats_ptr,
     argmax_ptr,
-    # [N, V] float32
+    # [N, V]
     target_ptr,
     # [M, K, V_c]
     draft_ptr,
@@ -196,7 +196,7 @@ def judge_kernel(
     else:
         picked = tl.load(
             target_ptr + row * stride_target + drafts, mask=has_draft & known, other=float("-inf")
-        )
+        ).to(tl.float32)
         p = _mass(_clean(picked), top, inverse)
         judgeable = has_draft & known
         rows_at = req * (NUM_DRAFTS + 1) + columns
@@ -256,7 +256,7 @@ def _weights(
     HAS_DRAFT: tl.constexpr,
 ):
     """(p, q) of a tile of one row."""
-    target = tl.load(target_row + cols, mask=mask, other=float("-inf"))
+    target = tl.load(target_row + cols, mask=mask, other=float("-inf")).to(tl.float32)
     p = _mass(_clean(target), top, inverse)
     if HAS_DRAFT:
         cached = tl.load(draft_row + cols, mask=mask & (cols < draft_vocab), other=float("-inf"))

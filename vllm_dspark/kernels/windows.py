@@ -10,7 +10,8 @@ deciding 31 bits from the top, each with one count over the step's drafts; ties 
 order of [K, R]. A budget outside [sum of floors, sum of capacities] is moved to the nearer end, for
 a launch cannot refuse. Padded requests have num_rows 0.
 
-Launch 1, one program: admitted, windows, offsets. Launch 2, one program per request: row maps.
+Launch 1, one program: admitted, windows, offsets. Launch 2, one program per request: row maps; it
+is left out where no buffer for maps was made.
 With `temperature` given, c is first calibrated (sigmoid(logit(c) * slope + offset), greedy or
 sampled parameters); that uses the device's exp and log and is equal to the oracle only to rounding.
 """
@@ -30,7 +31,7 @@ class WindowBuffers:
     admitted: torch.Tensor
     # [P] int32, 1 + admitted; 0 for padded requests
     windows: torch.Tensor
-    # [P + 1] int32, padded entries repeat the total
+    # [>= P + 1] int32, padded entries and whatever follows them repeat the total
     query_start_loc: torch.Tensor
     # [P + 1] int32
     cu_num_logits: torch.Tensor
@@ -47,7 +48,7 @@ class WindowBuffers:
     def empty(
         num_reqs: int, max_rows: int, max_logits: int, device: torch.device
     ) -> "WindowBuffers":
-        """Buffers for up to `num_reqs` requests."""
+        """Buffers for up to `num_reqs` requests; no rows and no logits: no row maps."""
         offsets = num_reqs + 1
         sizes = [num_reqs, num_reqs, offsets, offsets, max_rows, max_logits, 2, offsets]
         return WindowBuffers(
@@ -69,6 +70,8 @@ class WindowRequests:
     # [P] int32, 0 <= floor <= capacity <= num_drafts
     capacity: torch.Tensor
     floor: torch.Tensor
+    # [P] row of each request in the confidence table; None: its slot
+    confidence_rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,10 @@ class WindowCalibration:
     slope: torch.Tensor
     # [2, K] float32
     offset: torch.Tensor
+    # [2, K] float32 acceptance priors in place of per-slot ones, or None
+    prior: torch.Tensor | None = None
+    # the confidence table holds logits, not probabilities
+    logits: bool = False
 
 
 @triton.jit
@@ -92,12 +99,14 @@ def _allocate_kernel(
     before_ptr,
     # [2]
     counters_ptr,
-    # [M, K] float32 probabilities
+    # [M, K] float32 probabilities, or logits if LOGITS
     confidence_ptr,
-    # [M, K] float32 probabilities
+    # [M, K] float32 probabilities, or [2, K] by kind of request
     prior_ptr,
-    # [6, P]: idx_mapping, usable, num_drafts, num_rows, capacity, floor, as separate tensors
+    # [7, P]: idx_mapping, confidence rows, usable, num_drafts, num_rows, capacity, floor, as
+    # separate tensors
     mapping_ptr,
+    confidence_rows_ptr,
     usable_ptr,
     drafts_ptr,
     rows_ptr,
@@ -109,9 +118,13 @@ def _allocate_kernel(
     slope_ptr,
     offset_ptr,
     num_reqs,
+    num_starts,
     stride_conf,
+    stride_prior,
+    stride_prior_kind,
     K: tl.constexpr,
     CALIBRATE: tl.constexpr,
+    LOGITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -120,6 +133,7 @@ def _allocate_kernel(
     num_rows = tl.load(rows_ptr + reqs, mask=in_batch, other=0)
     live = in_batch & (num_rows > 0)
     slot = tl.load(mapping_ptr + reqs, mask=live, other=0).to(tl.int64)
+    conf_row = tl.load(confidence_rows_ptr + reqs, mask=live, other=0).to(tl.int64)
     usable = tl.load(usable_ptr + reqs, mask=live, other=0) != 0
     num_drafts = tl.load(drafts_ptr + reqs, mask=live, other=0)
     capacity = tl.load(capacity_ptr + reqs, mask=live, other=0)
@@ -127,14 +141,17 @@ def _allocate_kernel(
     sampled = reqs < 0
     if CALIBRATE:
         sampled = tl.load(temperature_ptr + slot, mask=live, other=0.0) > 0.0
+    prior_row = slot * stride_prior + tl.where(sampled, stride_prior_kind, 0)
 
     ks = tl.arange(0, BLOCK_K)
     keys = tl.full([BLOCK_K, BLOCK_R], -1.0, tl.float32)
     running = tl.full([BLOCK_R], 1.0, tl.float32)
     invalid = tl.zeros([BLOCK_R], tl.int32)
     for k in tl.static_range(K):
-        confidence = tl.load(confidence_ptr + slot * stride_conf + k, mask=live, other=0.0)
-        prior = tl.load(prior_ptr + slot * K + k, mask=live, other=0.0)
+        confidence = tl.load(confidence_ptr + conf_row * stride_conf + k, mask=live, other=0.0)
+        if LOGITS:
+            confidence = 1.0 / (1.0 + tl.exp(-confidence))
+        prior = tl.load(prior_ptr + prior_row + k, mask=live, other=0.0)
         legal = (confidence >= 0.0) & (confidence <= 1.0)  # false for NaN
         invalid += tl.where(live & usable & (legal == 0), 1, 0)
         if CALIBRATE:
@@ -171,6 +188,9 @@ def _allocate_kernel(
     tl.store(admitted_ptr + reqs, admitted, mask=in_batch)
     tl.store(windows_ptr + reqs, window, mask=in_batch)
     tl.store(starts_ptr + reqs + 1, tl.cumsum(kept, 0), mask=in_batch)
+    total = tl.sum(kept, 0)
+    for base in range(num_reqs + 1, num_starts, BLOCK_R):
+        tl.store(starts_ptr + base + reqs, total, mask=base + reqs < num_starts)
     tl.store(logits_ptr + reqs + 1, tl.cumsum(window, 0), mask=in_batch)
     tl.store(before_ptr + reqs + 1, tl.cumsum(rows_before, 0), mask=in_batch)
     tl.store(starts_ptr, 0)
@@ -219,8 +239,8 @@ def allocate_windows(
     out: WindowBuffers,
     # [M, K] float32 probabilities, written by the last draft pass
     confidence: torch.Tensor,
-    # [M, K] float32 acceptance priors
-    prior: torch.Tensor,
+    # [M, K] float32 acceptance priors; None: the calibration's
+    prior: torch.Tensor | None,
     requests: WindowRequests,
     # [1] int32 drafts to admit in the whole step
     budget: torch.Tensor,
@@ -228,6 +248,12 @@ def allocate_windows(
 ) -> None:
     """Chooses the step's windows and lays out its rows; two launches, nothing read by the host."""
     num_reqs, width = requests.num_rows.shape[0], confidence.shape[1]
+    by_kind = calibration is not None and calibration.prior is not None
+    if calibration is not None and calibration.prior is not None:
+        prior = calibration.prior
+    if prior is None:
+        raise ValueError("allocate_windows needs priors, per slot or with the calibration")
+    rows = requests.confidence_rows
     block_r = triton.next_power_of_2(num_reqs)
     block_k = triton.next_power_of_2(width)
     _allocate_kernel[(1,)](
@@ -240,6 +266,7 @@ def allocate_windows(
         confidence,
         prior,
         requests.idx_mapping,
+        requests.idx_mapping if rows is None else rows,
         requests.usable,
         requests.num_drafts,
         requests.num_rows,
@@ -250,14 +277,20 @@ def allocate_windows(
         confidence if calibration is None else calibration.slope,
         confidence if calibration is None else calibration.offset,
         num_reqs,
+        out.query_start_loc.shape[0],
         confidence.stride(0),
+        0 if by_kind else width,
+        width if by_kind else 0,
         K=width,
         CALIBRATE=calibration is not None,
+        LOGITS=calibration is not None and calibration.logits,
         BLOCK_K=block_k,
         BLOCK_R=block_r,
         # 4 to 8 keys per thread: the 31 counts are latency of a block-wide sum, not work.
         num_warps=min(max(block_k * block_r // 256, 1), 16),
     )
+    if out.source_rows.shape[0] + out.logits_rows.shape[0] == 0:
+        return
     _row_maps_kernel[(num_reqs + 1,)](
         out.source_rows,
         out.logits_rows,
