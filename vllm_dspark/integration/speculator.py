@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.compilation.cudagraph_pool import capture_pool
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.utils.torch_utils import current_stream
@@ -106,6 +107,7 @@ class DSparkProposer(StockSpeculator):
         if self.options.kernels == "reference":
             cudagraph_mode = CUDAGraphMode.NONE
         self._context_graphs.clear()
+        self._context_size = np.zeros(1, dtype=np.int64)
         super().init_cudagraph_manager(cudagraph_mode)
 
     def capture(self) -> None:
@@ -121,7 +123,10 @@ class DSparkProposer(StockSpeculator):
             for size in reversed(fitting):
                 super()._precompute_context_kv(0, size)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, manager.pool, stream=current_stream()):
+                with (
+                    capture_pool(manager.pool, self.vllm_config) as pool,
+                    torch.cuda.graph(graph, pool, stream=current_stream()),
+                ):
                     super()._precompute_context_kv(0, size)
                 self._context_graphs[size] = graph
         if fitting:

@@ -66,7 +66,7 @@ def settle_windows(vllm_config: Any, options: DSparkConfig) -> tuple[WindowMode,
     refusal = ""
     if parallel.data_parallel_size > 1:
         refusal = f"data_parallel_size = {parallel.data_parallel_size}: ranks cannot agree"
-    elif vllm_config.model_config.enable_trace_replay:
+    elif getattr(vllm_config.model_config, "enable_trace_replay", False):
         refusal = "enable_trace_replay needs the same windows in every run"
     if refusal:
         return "native", refusal
@@ -106,7 +106,8 @@ def _needs_host_lengths(vllm_config: Any, options: DSparkConfig) -> str:
             parallel.enable_batch_sharded_sampling
         ),
         "returned routed experts are cut by lengths that the host knows": (
-            vllm_config.aux_output_config.enabled
+            # not in every supported vLLM
+            getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False)
         ),
         "kv_sharing_fast_prefill keeps vLLM's own graphs": (
             vllm_config.cache_config.kv_sharing_fast_prefill
