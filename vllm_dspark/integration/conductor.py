@@ -5,7 +5,7 @@ tested with plain stand-ins. One conductor per engine, called by the scheduler a
 `schedule` and `update_from_output`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from vllm_dspark.integration.report import StepOrder, StepReport
 from vllm_dspark.planning.cost import CostTable, StepMode
 from vllm_dspark.planning.facts import StepFacts
 from vllm_dspark.planning.online_cost import CostModel
-from vllm_dspark.planning.plan import PlanKind
+from vllm_dspark.planning.plan import PlanKind, request_digest
 from vllm_dspark.planning.planner import Planner
 from vllm_dspark.planning.survival import stamp_next
 from vllm_dspark.planning.table import RequestTable
@@ -116,6 +116,26 @@ class Conductor:
         sampled = frozenset(r.request_id for r in drafting if _is_sampled(r))
         floors, ceilings = self._limits(drafting, slots)
         return StepOrder(self.step_id, plan, drafted, stamps, ranking, sampled, floors, ceilings)
+
+    def settled(self, order: StepOrder, scheduled: Mapping[str, Sequence[int]]) -> StepOrder:
+        """The order for what vLLM really scheduled; scheduled: drafts by request id.
+
+        Under async scheduling vLLM leaves out requests that are about to end, after the plan was
+        made. Their share of the budget goes to the others.
+        """
+        plan = order.plan
+        if plan is None or plan.kind is not PlanKind.TRIM or not self.device_windows:
+            return order
+        names = [name for name, drafts in scheduled.items() if drafts]
+        if len(names) == plan.num_requests or not names:
+            return order
+        budget = plan.budget
+        if plan.windows:
+            given = dict(zip(order.drafted, plan.windows, strict=True))
+            budget = sum(given.get(name, 1) - 1 for name in names)
+        digest = request_digest(self.table.owners(self.table.slots(names)))
+        settled = replace(plan, digest=digest, num_requests=len(names), budget=budget)
+        return replace(order, plan=settled)
 
     def _limits(
         self, drafting: Sequence[Any], slots: npt.NDArray[np.int64]

@@ -59,8 +59,11 @@ class DeviceWindows:
         self.box.put(order.plan)
         plan = self.box.take(order.step_id, request_digest(owners), owners.size, self._width)
         if plan is None:
-            logger.warning(
-                "vllm-dspark: plan dropped, this step runs native: %s", self.box.last_mismatch
+            level = logging.WARNING if self.box.mismatched == 1 else logging.DEBUG
+            logger.log(
+                level,
+                "vllm-dspark: plan dropped, this step runs native: %s (counted from here on)",
+                self.box.last_mismatch,
             )
             return False
         self._plan, self._order = plan, order

@@ -79,6 +79,7 @@ class DSparkSchedulerMixin:
         order = self.conductor.order(drafting, self._outlook(drafting))
         self._cut_drafts(drafting, order)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        order = self.conductor.settled(order, output.scheduled_spec_decode_tokens)
         attach_order(output, order)
         self._follow(output, order)
         return output
