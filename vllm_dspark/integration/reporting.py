@@ -52,7 +52,7 @@ class _PendingRows:
     stamp: int
     request_ids: tuple[str, ...]
     owners: npt.NDArray[np.int64]
-    host: torch.Tensor  # [m, K] float32 logits, being filled by a copy; probabilities once taken
+    host: torch.Tensor  # [>= m, K] float32 logits, being filled; [m, K] probabilities once taken
     event: Any  # recorded behind the copy; None when the rows are there already
 
 
@@ -67,6 +67,8 @@ class ConfidenceRows:
     def __init__(self, device: torch.device) -> None:
         self._asynchronous = device.type != "cpu"
         self._pending: deque[_PendingRows] = deque()
+        # Page-locked tensors and events of rows that were handed over, for use again.
+        self._spare: list[tuple[torch.Tensor, Any]] = []
         self._lock = threading.Lock()
 
     def record(
@@ -77,29 +79,42 @@ class ConfidenceRows:
         logits: torch.Tensor,  # [m, K] float32
     ) -> None:
         """Start copying the rows of the pass that was just launched."""
-        event = None
-        if self._asynchronous:
-            host = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
-            host.copy_(logits, non_blocking=True)
-            event = torch.cuda.Event()
+        host, event = self._buffer(logits)
+        host[: len(logits)].copy_(logits, non_blocking=True)
+        if event is not None:
             event.record()
-        else:
-            host = logits.clone()
         with self._lock:
             if len(self._pending) == _MAX_PENDING:
                 self._pending.popleft()
             self._pending.append(_PendingRows(stamp, request_ids, owners, host, event))
 
+    def _buffer(self, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A host tensor of at least as many rows that no copy is writing, and its event."""
+        with self._lock:
+            while self._spare:
+                host, event = self._spare.pop()
+                if len(host) >= len(logits):
+                    return host, event
+        if not self._asynchronous:
+            return torch.empty_like(logits), None
+        rows = 1 << max(len(logits) - 1, 0).bit_length()
+        host = torch.empty((rows, logits.shape[1]), dtype=logits.dtype, pin_memory=True)
+        return host, torch.cuda.Event()
+
     def take(self) -> _PendingRows | None:
         """Newest rows that have arrived, as probabilities; older ones are superseded by it."""
-        newest = None
+        landed = []
         with self._lock:
             pending = self._pending
             while pending and (pending[0].event is None or pending[0].event.query()):
-                newest = pending.popleft()
-        if newest is None:
+                landed.append(pending.popleft())
+        if not landed:
             return None
-        return replace(newest, host=torch.sigmoid(newest.host), event=None)
+        newest = landed[-1]
+        probabilities = torch.sigmoid(newest.host[: len(newest.request_ids)])
+        with self._lock:
+            self._spare.extend((rows.host, rows.event) for rows in landed)
+        return replace(newest, host=probabilities, event=None)
 
 
 class StepClock:
