@@ -136,6 +136,8 @@ class DSparkRunnerMixin:
         resolution = self._resolution
         if resolution is None or not resolution.scheduling or self.speculator is None:
             return
+        if self.dspark_reporter.refused:  # nothing will be planned
+            return
         measured = get_tp_group().broadcast_object(resolution.needs_profile, src=0)
         if not measured:
             return
