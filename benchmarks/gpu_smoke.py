@@ -472,12 +472,12 @@ CHEAP = (20.0, 0.05, 0.1)  # rows are nearly free: full windows
 GROUPS: dict[str, dict[str, Callable[[Session], Any]]] = {
     "correct": {
         "off": off,
+        "skipped": equality({"cost_table": HOPELESS, "online_cost": False, "probe_interval": 8}),
+        "profiled": profiled,
+        "host_random": equality({**RANDOM, "windows": "host"}),
         "device_random": equality(RANDOM),
         "planned": equality({"cost_table": DEAR, "online_cost": False}),
-        "skipped": equality({"cost_table": HOPELESS, "online_cost": False, "probe_interval": 8}),
-        "host_random": equality({**RANDOM, "windows": "host"}),
         "probabilistic": equality({"scheduling": False}, drafts="probabilistic"),
-        "profiled": profiled,
     },
     "law": {"laws": laws},
     "reference": {

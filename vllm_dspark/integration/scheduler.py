@@ -50,12 +50,14 @@ class DSparkSchedulerMixin:
     def _make_conductor(self, options: DSparkConfig, width: int) -> Conductor:
         vllm_config = self.vllm_config
         resolution = resolve_scheduling(vllm_config, options)
-        mode, _ = settle_windows(vllm_config, options)
+        mode, why = settle_windows(vllm_config, options)
         require_schedulable(resolution.off_reason, options)
         for note in resolution.notes:
             logger.warning("vllm-dspark: %s", note)
         if resolution.off_reason:
             logger.info("vllm-dspark: full windows: %s", resolution.off_reason)
+        else:
+            logger.info("vllm-dspark: windows are set on the %s: %s", mode, why)
         table = RequestTable(
             width,
             self.max_num_running_reqs,
