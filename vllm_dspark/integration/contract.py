@@ -193,6 +193,49 @@ CONTRACT: tuple[Symbol, ...] = (
         fields=("scheduled_spec_decode_tokens", "num_scheduled_tokens", "preempted_req_ids"),
     ),
     Symbol("v1/outputs.py", "ModelRunnerOutput", fields=("req_ids", "sampled_token_ids")),
+    # The CUSTOM attention backend (attention_backend.py).
+    Symbol(
+        "v1/attention/backends/registry.py", "register_backend", params=("backend", "class_path")
+    ),
+    Symbol("v1/attention/backends/registry.py", "AttentionBackendEnum", fields=("CUSTOM",)),
+    Symbol("v1/attention/backends/registry.py", "AttentionBackendEnum.is_overridden"),
+    Symbol(
+        "v1/attention/backend.py",
+        "AttentionBackend",
+        fields=(
+            "supported_dtypes",
+            "supported_kv_cache_dtypes",
+            "forward_includes_kv_cache_update",
+            "supports_device_cpu_query_lens_mismatch",
+            "supports_non_causal",
+        ),
+    ),
+    Symbol(
+        "v1/attention/backend.py",
+        "CommonAttentionMetadata",
+        fields=(
+            "query_start_loc",
+            "seq_lens",
+            "num_reqs",
+            "num_actual_tokens",
+            "max_query_len",
+            "block_table_tensor",
+            "slot_mapping",
+            "causal",
+        ),
+    ),
+    Symbol(
+        "v1/attention/backend.py",
+        "AttentionMetadataBuilder",
+        fields=("_cudagraph_support", "supports_draft_decode_metadata_update"),
+    ),
+    Symbol("v1/attention/backend.py", "AttentionMetadataBuilder.build_for_cudagraph_capture"),
+    Symbol("v1/attention/backend.py", "max_decode_query_len", params=("vllm_config",)),
+    Symbol(
+        "v1/attention/ops/triton_reshape_and_cache_flash.py",
+        "triton_reshape_and_cache_flash",
+        params=("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype"),
+    ),
     Symbol("v1/request.py", "Request", fields=("spec_token_ids", "num_computed_tokens")),
 )
 
