@@ -78,12 +78,12 @@ class Scene:
             greedy=(1.5, 1.2, 1.0, 0.8, 0.7), sampled=(0.6, 0.9, 1.0, 1.4, 2.0)
         ).with_offsets(np.linspace(-0.3, 0.4, 2 * WIDTH).reshape(2, WIDTH))
         prior = np.array([[0.71, 0.6, 0.5, 0.4, 0.3], [0.55, 0.45, 0.35, 0.25, 0.15]], np.float32)
-        drafted = dict(zip(self.ids, self.num_drafts.tolist(), strict=True))
         return StepOrder(
             5,
             plan,
-            drafted,
-            self.stamps,
+            self.ids,
+            self.num_drafts,
+            np.array([self.stamps[name] for name in self.ids], dtype=np.int32),
             RankingParameters(calibration, prior),
             frozenset(self.sampled),
             **changes,

@@ -105,6 +105,12 @@ CONTRACT: tuple[Symbol, ...] = (
     Symbol(_RUNNER, "GPUModelRunner.initialize_kv_cache", params=("kv_cache_config",)),
     Symbol(_RUNNER, "GPUModelRunner.execute_model", params=("scheduler_output",)),
     Symbol(_RUNNER, "GPUModelRunner.sample_tokens", params=("grammar_output",)),
+    Symbol(
+        _RUNNER,
+        "GPUModelRunner.sample",
+        params=("hidden_states", "input_batch", "grammar_output"),
+    ),
+    Symbol("v1/worker/gpu/sample/states.py", "SamplingStates", fields=("seeds_set", "temperature")),
     Symbol(_RUNNER, "GPUModelRunner.finish_requests", params=("scheduler_output",)),
     Symbol(f"{_SPEC}/dspark/speculator.py", "DSparkSpeculator", bases=("DFlashSpeculator",)),
     Symbol(
@@ -236,7 +242,17 @@ CONTRACT: tuple[Symbol, ...] = (
         "triton_reshape_and_cache_flash",
         params=("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype"),
     ),
-    Symbol("v1/request.py", "Request", fields=("spec_token_ids", "num_computed_tokens")),
+    Symbol(
+        "v1/request.py",
+        "Request",
+        fields=(
+            "spec_token_ids",
+            "num_computed_tokens",
+            "resumable",
+            "cache_salt",
+            "lora_request",
+        ),
+    ),
 )
 
 

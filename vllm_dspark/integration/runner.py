@@ -24,6 +24,7 @@ from vllm_dspark.integration.profiling import profile_cpu
 from vllm_dspark.integration.rejection import DSparkRejectionSampler, replace_rejection_sampler
 from vllm_dspark.integration.report import StepOrder, attach_report, order_of
 from vllm_dspark.integration.reporting import StepReporter
+from vllm_dspark.integration.seeded import SeededSampling
 from vllm_dspark.integration.speculator import DSparkProposer
 from vllm_dspark.integration.startup import live_fingerprint, resolve_scheduling, settle_windows
 from vllm_dspark.planning.cost import CostTable, StepMode
@@ -45,7 +46,7 @@ class ReportedOutput(AsyncModelRunnerOutput):
         return output
 
 
-class DSparkRunnerMixin:
+class DSparkRunnerMixin(SeededSampling):
     """Replaces parts of vLLM's runner right after vLLM has built its own.
 
     `super()` builds the stock object first; that costs a moment at start-up and keeps every
