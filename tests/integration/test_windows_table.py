@@ -15,6 +15,7 @@ def config(
     pipeline: int = 1,
     lora: bool = False,
     full_graphs: bool = False,
+    hybrid: bool = False,
     replay: bool = False,
     microbatches: bool = False,
     sharded: bool = False,
@@ -24,7 +25,7 @@ def config(
 ) -> Any:
     """The parts of a VllmConfig that the table looks at."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(enable_trace_replay=replay),
+        model_config=SimpleNamespace(enable_trace_replay=replay, is_hybrid=hybrid),
         parallel_config=SimpleNamespace(
             data_parallel_size=data,
             pipeline_parallel_size=pipeline,
@@ -49,6 +50,7 @@ FULL = {"full_graphs": True}
     [
         ("CPU build", True, {}, "host", "host", "device"),
         ("data parallel", True, {"data": 2}, "native", "native", "native"),
+        ("recurrent states", False, {"hybrid": True}, "native", "native", "native"),
         ("LoRA", True, {"lora": True}, "host", "host", "native"),
         ("pipeline parallel", False, {"pipeline": 2}, "host", "host", "native"),
         ("CUDA, no full graphs", False, {}, "host", "host", "native"),
@@ -95,7 +97,7 @@ def test_reference_kernels_keep_windows_on_the_host(monkeypatch: pytest.MonkeyPa
 
 def attention(**changes: Any) -> Any:
     """A VllmConfig for `ragged_graph_refusal`."""
-    model = {"use_mla": False, "is_hybrid": False}
+    model = {"use_mla": False}
     backend = changes.pop("backend", None)
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**model, **changes}),
@@ -131,10 +133,9 @@ class TestBackends:
         backend = self.backend("ALWAYS", mismatch=False)
         assert "lengths" in startup.ragged_graph_refusal(attention(backend=backend))
 
-    @pytest.mark.parametrize("kind", ["use_mla", "is_hybrid"])
-    def test_other_layers_are_refused(self, kind: str) -> None:
-        """Catches state-space layers and MLA, whose host-side planning was not checked."""
-        assert startup.ragged_graph_refusal(attention(**{kind: True}))
+    def test_latent_attention_is_refused(self) -> None:
+        """Catches MLA backends, whose host-side planning was not checked."""
+        assert startup.ragged_graph_refusal(attention(use_mla=True))
 
     def test_no_backend_named_off_hopper(self) -> None:
         """Catches a default backend of another GPU assumed to be FlashAttention 3."""

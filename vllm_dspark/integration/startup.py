@@ -54,6 +54,7 @@ def settle_windows(vllm_config: Any, options: DSparkConfig) -> tuple[WindowMode,
     |-------------------------------------------|--------|------|-------------------------------|
     | CPU build                                 | host   | host | device                        |
     | data parallel, sampling replay            | native | native | native                      |
+    | target with recurrent states (CUDA)       | native | native | native: not shown to be right |
     | LoRA, or pipeline parallel                | host   | host | native: lengths must be known |
     | CUDA, eager or piecewise graphs           | host   | host | native: nothing to gain       |
     | CUDA, full graphs, the backend can        | device | host | device                        |
@@ -68,6 +69,8 @@ def settle_windows(vllm_config: Any, options: DSparkConfig) -> tuple[WindowMode,
         refusal = f"data_parallel_size = {parallel.data_parallel_size}: ranks cannot agree"
     elif getattr(vllm_config.model_config, "enable_trace_replay", False):
         refusal = "enable_trace_replay needs the same windows in every run"
+    elif vllm_config.model_config.is_hybrid:
+        refusal = "recurrent states of the target were not tested with trimmed windows"
     if refusal:
         return "native", refusal
     host_lengths = ""
@@ -127,8 +130,8 @@ def ragged_graph_refusal(vllm_config: Any) -> str:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     model = vllm_config.model_config
-    if model.use_mla or model.is_hybrid:
-        return "MLA and state-space layers plan on lengths that the host knows"
+    if model.use_mla:
+        return "MLA backends plan on lengths that the host knows, as far as was checked"
     backend = vllm_config.attention_config.backend
     if backend is None:
         if not current_platform.is_device_capability(90):
