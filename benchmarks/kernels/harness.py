@@ -14,6 +14,8 @@ import torch
 Launch = Callable[[], Any]
 # Larger than any L2 these run on (H200: 50 MB, B200: 126 MB).
 _FLUSH_BYTES = 256 << 20
+# Random inputs that each captured size is replayed with.
+REPLAYS = 200
 
 
 @dataclass

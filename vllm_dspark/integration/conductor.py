@@ -80,6 +80,7 @@ class Conductor:
         device_windows: bool,
         processors: tuple[str, ...] = (),
         max_model_len: int = NO_LIMIT,
+        native_mode: StepMode | None = None,
     ) -> None:
         """processors: custom logits processors that may count on uniform rows (exclusions.py)."""
         self._processors = processors
@@ -94,7 +95,8 @@ class Conductor:
         self._resolution = resolution
         self._options = options
         self.device_windows = device_windows
-        self._mode = mode
+        self._mode = mode  # of ragged steps
+        self._native_mode = mode if native_mode is None else native_mode
         self._observed = ObservedCosts(mode, table.num_positions)  # where measuring was refused
         # By slot: pass that made the request's drafts, and whether it keeps its full window.
         self._draft_stamp = np.zeros(1, dtype=np.int32)
@@ -174,11 +176,12 @@ class Conductor:
 
     def _facts(self, outlook: StepOutlook) -> StepFacts:
         mode = StepMode.MIXED if outlook.mixed else self._mode
+        native_mode = StepMode.MIXED if outlook.mixed else self._native_mode
         arrived, self._num_arrived = self._num_arrived, 0
         return StepFacts(
             step_id=self.step_id,
             mode=mode,
-            native_mode=mode,
+            native_mode=native_mode,
             kv_tokens=outlook.kv_tokens,
             num_waiting=outlook.num_waiting,
             num_arrived=arrived,
@@ -242,7 +245,7 @@ class Conductor:
         facts = StepFacts(
             step_id=plan.step_id,
             mode=mode,
-            native_mode=mode,
+            native_mode=StepMode.MIXED if mixed else self._native_mode,
             kv_tokens=self._kv_tokens,
             reserved_rows=others,
         )
@@ -308,6 +311,8 @@ class Conductor:
         if outcomes is not None:
             self._take_outcomes(outcomes, resting)
         if report is not None:
+            if report.refused:
+                self.withdraw(report.refused)
             if not resting:
                 self._take_rows(report)
             waiting = self.planner is None or self.planner.cost is None
@@ -321,6 +326,11 @@ class Conductor:
         """Close what is being recorded."""
         if self._recorder is not None:
             self._recorder.close()
+
+    def withdraw(self, reason: str) -> None:
+        """Plan nothing from now on: the worker's start-up check failed, so it trims no step."""
+        self._resolution = replace(self._resolution, off_reason=reason, cost_table=None)
+        self.planner = None
 
     def _take_timing(self, timing: StepTiming) -> None:
         planner = self.planner

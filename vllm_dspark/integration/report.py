@@ -80,6 +80,7 @@ class StepReport:
     admitted: drafts let through in the step that ends, by request id; None where the engine core
     decided that itself (host windows, native steps).
     cost_table: JSON of a freshly measured table, once, in the first report that can carry it.
+    refused: why this worker executes no trim plans although the config promised it; "" if it does.
     """
 
     stamp: int
@@ -89,6 +90,7 @@ class StepReport:
     timings: tuple[StepTiming, ...] = ()
     admitted: dict[str, int] | None = None
     cost_table: str | None = None
+    refused: str = ""
 
 
 def attach_order(scheduler_output: Any, order: StepOrder) -> None:

@@ -18,8 +18,8 @@ from vllm_dspark.integration.startup import (
     require_servable,
     resolve_scheduling,
     settle_windows,
+    step_modes,
 )
-from vllm_dspark.planning.cost import StepMode
 from vllm_dspark.planning.plan import PlanKind
 from vllm_dspark.planning.table import RequestTable
 
@@ -56,12 +56,14 @@ class DSparkSchedulerMixin:
         vllm_config = self.vllm_config
         require_servable(vllm_config)
         resolution = resolve_scheduling(vllm_config, options)
-        mode, _ = settle_windows(vllm_config, options)
+        mode, why = settle_windows(vllm_config, options)
         require_schedulable(resolution.off_reason, options)
         for note in resolution.notes:
             logger.warning("vllm-dspark: %s", note)
         if resolution.off_reason:
             logger.info("vllm-dspark: full windows: %s", resolution.off_reason)
+        else:
+            logger.info("vllm-dspark: windows are set on the %s: %s", mode, why)
         table = RequestTable(
             width,
             self.max_num_running_reqs,
@@ -69,14 +71,16 @@ class DSparkSchedulerMixin:
             rank_by_posterior=mode == "host",
             online_calibration=options.online_calibration,
         )
+        ragged, native = step_modes(vllm_config)
         return Conductor(
             table,
             resolution,
             options,
-            StepMode.EAGER,
+            ragged,
             device_windows=mode == "device",
             processors=undeclared_processors(vllm_config),
             max_model_len=vllm_config.model_config.max_model_len,
+            native_mode=native,
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
