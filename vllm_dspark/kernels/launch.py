@@ -72,7 +72,7 @@ _ATTENTION_SM80: Final[_Table] = (
     (32, 256, AttentionLaunch(32, 4, 3, 1)),
     (64, 128, AttentionLaunch(64, 4, 3, 1)),
     (64, 256, AttentionLaunch(32, 4, 2, 1)),
-    (128, 128, AttentionLaunch(64, 8, 2, 1)),
+    (128, 128, AttentionLaunch(32, 8, 3, 1)),
 )
 # H100/H200, measured (docs/benchmarks/h200-kernels.md). n stages keep n - 1 key tiles in flight. At
 # head_dim 64 a tile has 64 rows or more (`min_query_rows`): wgmma reads K and V from shared memory

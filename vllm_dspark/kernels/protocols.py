@@ -109,7 +109,8 @@ class RejectBatch:
     which is the input of row j+1, and the last row gives the bonus token.
     """
 
-    # [N, V] float32, temperature, penalties, masks, top-k and top-p already applied
+    # [N, V] float32 (the Triton kernels: bfloat16 and float16 too, widened as they are read),
+    # temperature, penalties, masks, top-k and top-p already applied
     target_logits: torch.Tensor
     # [M, K, V_c] as written by drafting, before temperature; None: drafts were argmaxes.
     # V_c < V: the missing columns were never drafted. V_c > V: drafts at ids >= V are rejected.
