@@ -220,10 +220,15 @@ def watch(llm: Any) -> tuple[Counter, Counter]:
     return plans, graphs
 
 
-def off(session: Session) -> dict[str, Any]:
-    with session.engine(None) as llm:
-        session.expected = generate(llm, prompts(8), 96, temperature=0)
-    return {"tokens": sum(map(len, session.expected))}
+def unspeculated(**changes: Any) -> Callable[[Session], dict[str, Any]]:
+    """A stage without speculation: what the others of its group are compared with."""
+
+    def stage(session: Session) -> dict[str, Any]:
+        with session.engine(None, **changes) as llm:
+            session.expected = generate(llm, prompts(8), 96, temperature=0)
+        return {"tokens": sum(map(len, session.expected))}
+
+    return stage
 
 
 def equality(options: dict[str, Any], **changes: Any) -> Callable[[Session], dict[str, Any]]:
@@ -471,7 +476,7 @@ CHEAP = (20.0, 0.05, 0.1)  # rows are nearly free: full windows
 
 GROUPS: dict[str, dict[str, Callable[[Session], Any]]] = {
     "correct": {
-        "off": off,
+        "off": unspeculated(),
         "skipped": equality({"cost_table": HOPELESS, "online_cost": False, "probe_interval": 8}),
         "profiled": profiled,
         "host_random": equality({**RANDOM, "windows": "host"}),
@@ -481,9 +486,14 @@ GROUPS: dict[str, dict[str, Callable[[Session], Any]]] = {
     },
     "law": {"laws": laws},
     "reference": {
-        "off": off,
+        "off": unspeculated(),
         "reference": equality({"scheduling": False, "kernels": "reference"}),
         "reference_random": equality({**RANDOM, "kernels": "reference"}),
+    },
+    "custom": {  # our attention backend
+        "off": unspeculated(attention_backend="CUSTOM"),
+        "native": equality({"scheduling": False}, attention_backend="CUSTOM"),
+        "device_random": equality(RANDOM, attention_backend="CUSTOM"),
     },
     "time": {
         "stock": timing({"enabled": False}),

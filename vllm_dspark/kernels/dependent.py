@@ -6,6 +6,8 @@ begins with `wait_previous`: as each of them waits before it can end, all earlie
 too. `launch_next` allows the following kernel's launch once every program of this one has begun.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from vllm_dspark.kernels.launch import describe_device
 
 
+@cache
 def dependent_launches(device: torch.device) -> bool:
     """Whether launches on `device` may be dependent: sm_90 and newer, not the interpreter."""
     return device.type == "cuda" and describe_device(device).arch >= 90

@@ -72,7 +72,7 @@ _ATTENTION_SM80: Final[_Table] = (
     (32, 256, AttentionLaunch(32, 4, 3, 1)),
     (64, 128, AttentionLaunch(64, 4, 3, 1)),
     (64, 256, AttentionLaunch(32, 4, 2, 1)),
-    (128, 128, AttentionLaunch(64, 8, 2, 1)),
+    (128, 128, AttentionLaunch(32, 8, 3, 1)),
 )
 # H100/H200, measured (docs/benchmarks/h200-kernels.md). n stages keep n - 1 key tiles in flight. At
 # head_dim 64 a tile has 64 rows or more (`min_query_rows`): wgmma reads K and V from shared memory
@@ -171,6 +171,15 @@ class DraftLaunch:
 _W2_STAGE_BYTES: Final = {80: 32_768, 90: 32_768, 100: 32_768, 103: 32_768, 120: 16_384}
 
 
+# H100/H200, ranks up to 256 in 16 bits, measured at V = 151936 and rank 256.
+_DRAFT_SM90: Final = {
+    8: DraftLaunch(8, 128, 8, 3, 1),
+    16: DraftLaunch(16, 64, 8, 3, 2),
+    32: DraftLaunch(32, 64, 8, 2, 2),
+    64: DraftLaunch(64, 64, 8, 3, 1),
+}
+
+
 def draft_launch(arch: int, num_reqs: int, rank: int, element_size: int) -> DraftLaunch:
     """Launch of the fused drafting head.
 
@@ -179,12 +188,14 @@ def draft_launch(arch: int, num_reqs: int, rank: int, element_size: int) -> Draf
     """
     rows = 8 if num_reqs <= 8 else 16 if num_reqs <= 16 else 32 if num_reqs <= 32 else 64
     width = 1 << (max(rank, 16) - 1).bit_length()
+    if arch == 90 and width * element_size <= 512:
+        return _DRAFT_SM90[rows]
     block_v = min(max(_W2_STAGE_BYTES[arch] // (width * element_size), 32), 128)
     if arch in (90, 100, 103):
         block_v = max(block_v, 64)
     if rows > 16:
         block_v = min(block_v, 64)
-    stages = 4 if rows == 8 else 3
+    stages = 3
     if arch == 120 or width * element_size > 512:
         stages = 2
     blocks_per_sm = 1 if arch in (80, 120) or rows > 16 else 2
