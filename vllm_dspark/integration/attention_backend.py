@@ -152,8 +152,8 @@ class RaggedMetadataBuilder(AttentionMetadataBuilder[RaggedMetadata]):
                 "request; use --attention-backend TRITON_ATTN"
             )
         return RaggedMetadata(
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
+            query_start_loc=common.query_start_loc[: common.num_reqs + 1],
+            seq_lens=common.seq_lens[: common.num_reqs],
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             num_actual_tokens=common.num_actual_tokens,
