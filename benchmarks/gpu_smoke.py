@@ -1,120 +1,507 @@
-"""One CUDA machine, a few minutes: does the plugin run inside full graphs, and equal at T=0?
+"""One CUDA machine, a few minutes: does every way of running a step work there, and what it costs.
 
     PYTHONPATH=SITE:. python benchmarks/gpu_smoke.py --out FILE.json
 
-Runs on a tiny nearly-Markov pair (tests/support/pairs.py), whose drafts are really accepted. Each
-engine runs in its own process. Written after every stage, so a cut run keeps what it had.
-Results: docs/benchmarks/h200-smoke.md.
+Runs on tiny nearly-Markov pairs (tests/support/pairs.py), whose drafts are really accepted. Groups
+`correct`, `law` and `reference` run side by side, each in a process of its own; `time` runs alone
+afterwards, so its kernels are compiled by then. A group keeps several engines in one process, one
+after the other, and writes its file after each. Results: docs/benchmarks/h200-smoke.md.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-STAGES = {
-    "off": None,
-    "stock": {"dspark": {"enabled": False}},
-    "ours": {"dspark": {"scheduling": False}},
-    "ours_host_random": {"dspark": {"scheduling": False, "test_windows": "random"}},
-    "ours_probabilistic": {
-        "draft_sample_method": "probabilistic",
-        "dspark": {"scheduling": False},
-    },
-}
+WIDTH = 7
+SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
+LARGE_SIZES = [1, 8, 32, 64, 128, 256, 512, 1024]
+RANDOM = {"scheduling": False, "test_windows": "random", "test_windows_seed": 3}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pair", type=Path, default=Path("/tmp/dspark-smoke-pair"))
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/dspark-smoke"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", default=",".join(STAGES))
-    parser.add_argument("--budget-s", type=float, default=420.0)
-    parser.add_argument("--stage")
+    parser.add_argument("--groups", default="correct,law,reference,time")
+    parser.add_argument("--budget-s", type=float, default=240.0)
+    parser.add_argument("--group")
     args = parser.parse_args()
-    if args.stage:
-        run_stage(args)
+    if args.group:
+        Session(args.folder, args.out).run(GROUPS[args.group])
         return
     from tests.support.pairs import PairSpec, build_pair
 
+    shape = {"kind": "markov", "hidden": 128, "markov_rank": 128, "head_dim": 64}
+    build_pair(args.folder / "pair", PairSpec(noise=0.1, **shape))
     build_pair(
-        args.pair, PairSpec(kind="markov", hidden=128, markov_rank=128, head_dim=64, noise=0.1)
+        args.folder / "small", PairSpec(symbols=12, sharpness=3.0, noise=0.6, seed=5, **shape)
     )
-    started, results = time.monotonic(), {}
-    for name in args.stages.split(","):
-        left = args.budget_s - (time.monotonic() - started)
-        if left < 40:
-            results[name] = {"error": "no time left"}
-            continue
-        command = [sys.executable, __file__, "--stage", name]
-        for option in ("pair", "out"):
-            command += [f"--{option}", str(getattr(args, option))]
+    wanted = args.groups.split(",")
+    deadline = time.monotonic() + args.budget_s
+    run_side_by_side([name for name in wanted if name != "time"], args, deadline)
+    if "time" in wanted:
+        run_side_by_side(["time"], args, deadline)
+
+
+def run_side_by_side(names: list[str], args: argparse.Namespace, deadline: float) -> None:
+    """Each group in a process, until all are done or the time is over."""
+    running = {}
+    for name in names:
+        file = args.out.with_suffix(f".{name}.json")
+        log = file.with_suffix(".log").open("w")
+        command = [sys.executable, __file__, "--group", name, "--out", str(file)]
+        command += ["--folder", str(args.folder)]
+        running[name] = (subprocess.Popen(command, stdout=log, stderr=log), file)
+    for name, (process, file) in running.items():
         try:
-            done = subprocess.run(
-                command, timeout=left, capture_output=True, text=True, check=False
-            )
-            rows = [line for line in done.stdout.splitlines() if line.startswith('{"init_s"')]
-            results[name] = json.loads(rows[-1]) if rows else {"error": done.stderr[-3000:]}
-        except subprocess.TimeoutExpired as expired:
-            results[name] = {"error": f"timeout: {str(expired.stderr)[-2000:]}"}
-        results["wall_s"] = time.monotonic() - started
-        args.out.write_text(json.dumps(results, indent=1))
-        print(name, {k: v for k, v in results[name].items() if k != "tokens"}, flush=True)
-    compare(results)
-    args.out.write_text(json.dumps(results, indent=1))
+            process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            print(name, "cut off", flush=True)
+        if file.exists():
+            print(name, file.read_text(), flush=True)
+        if process.returncode:
+            print(name, file.with_suffix(".log").read_text()[-2500:], flush=True)
 
 
-def compare(results: dict) -> None:
-    base = results.get("off", {}).get("tokens")
-    for name, row in results.items():
-        if isinstance(row, dict) and base and row.get("tokens") and name != "off":
-            row["equal_requests"] = sum(a == b for a, b in zip(base, row["tokens"], strict=True))
-            print(name, "equal requests:", row["equal_requests"], "of", len(base), flush=True)
+class Session:
+    """Stages of one group, in one process."""
 
+    def __init__(self, folder: Path, out: Path) -> None:
+        self.folder, self.out = folder, out
+        self.results: dict[str, Any] = {}
+        self.expected: list[list[int]] = []
 
-def run_stage(args: argparse.Namespace) -> None:
-    from vllm import LLM, SamplingParams
+    def run(self, stages: dict[str, Callable[["Session"], Any]]) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        for name, stage in stages.items():
+            started = time.perf_counter()
+            try:
+                row = stage(self)
+            except Exception as error:  # noqa: BLE001 - a stage that fails must not cost the others
+                import traceback
 
-    changes = STAGES[args.stage]
-    speculative = None
-    if changes is not None:
-        speculative = {
-            "method": "dspark",
-            "model": str(args.pair / "drafter"),
-            "num_speculative_tokens": 7,
+                row = {"error": repr(error), "trace": traceback.format_exc()[-1800:]}
+            row["stage_s"] = round(time.perf_counter() - started, 1)
+            self.results[name] = row
+            self.out.write_text(json.dumps(self.results, indent=1))
+
+    @contextmanager
+    def engine(
+        self, options: dict[str, Any] | None, pair: str = "pair", **changes: Any
+    ) -> Iterator[Any]:
+        """An in-process engine; options: of the plugin, None: no speculation."""
+        import gc
+
+        from vllm import LLM
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        sizes = changes.pop("sizes", SIZES)
+        drafts = changes.pop("drafts", "greedy")
+        speculative = None
+        if options is not None:
+            speculative = {
+                "method": "dspark",
+                "model": str(self.folder / pair / "drafter"),
+                "num_speculative_tokens": WIDTH,
+                "draft_sample_method": drafts,
+                "dspark": options,
+            }
+        settings = {
+            "max_model_len": 1024,
+            "dtype": "bfloat16",
+            "max_num_seqs": 32,
+            "gpu_memory_utilization": 0.25,
+            "disable_log_stats": False,
+            # no torch.compile: this is about our code, and compiling takes a minute an engine
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": sizes,
+            },
             **changes,
         }
-    started = time.perf_counter()
-    llm = LLM(
-        str(args.pair / "target"),
-        speculative_config=speculative,
-        max_model_len=1024,
-        dtype="bfloat16",
-        max_num_seqs=16,
-        gpu_memory_utilization=0.3,
-        disable_log_stats=False,
-        # no torch.compile: a smoke run is about our code, and compiling takes a minute an engine
-        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        max_cudagraph_capture_size=128,
-    )
-    init_s = time.perf_counter() - started
-    prompts = [{"prompt_token_ids": [10 + 7 * i, 20, 30 + i]} for i in range(8)]
-    greedy = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
-    llm.generate(prompts[:1], greedy, use_tqdm=False)
-    timings = {}
-    for label, batch in (("1", prompts[:1]), ("8", prompts)):
-        begun = time.perf_counter()
-        outputs = llm.generate(batch, greedy, use_tqdm=False)
-        timings[label] = len(batch) * 128 / (time.perf_counter() - begun)
-    tokens = [list(o.outputs[0].token_ids) for o in outputs]
-    sampled = SamplingParams(temperature=1.0, max_tokens=128, ignore_eos=True, seed=1)
-    llm.generate(prompts, sampled, use_tqdm=False)
-    metrics = {
-        m.name: getattr(m, "value", None) for m in llm.get_metrics() if "spec_decode" in m.name
+        llm = None
+        try:
+            llm = LLM(
+                str(self.folder / pair / "target"), speculative_config=speculative, **settings
+            )
+            yield llm
+        finally:
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+
+def scheduler_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def runner_of(llm: Any) -> Any:
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return executor.driver_worker.worker.model_runner
+
+
+def prompts(count: int) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": [10 + 7 * i % 200, 20, 30 + i]} for i in range(count)]
+
+
+def generate(llm: Any, requests: list[Any], max_tokens: int, **params: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    chosen = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, **params)
+    outputs = llm.generate(requests, chosen, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def full_graph_table(path: Path, base_ms: float, per_token_ms: float, draft_ms: float) -> Path:
+    """A linear cost table for full graphs of all shapes."""
+    from tests.support.costs import any_fingerprint
+    from vllm_dspark.artifacts.schema import CostTableRecord
+    from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming, build_cost_table
+
+    sizes = {
+        StepShape.RAGGED: SIZES,
+        StepShape.NATIVE: [s for s in SIZES if s % (WIDTH + 1) == 0],
+        StepShape.SINGLE: [s for s in SIZES if s <= 32],
     }
-    print(json.dumps({"init_s": init_s, "tok_s": timings, "tokens": tokens, "metrics": metrics}))
+    samples = [
+        StepTiming(
+            StepMode.FULL,
+            shape,
+            num_requests=max(1, size // (WIDTH + 1)),
+            num_tokens=size,
+            kv_tokens=128,
+            forward_ms=base_ms + per_token_ms * size,
+            draft_ms=draft_ms,
+        )
+        for shape, found in sizes.items()
+        for size in found
+        for _ in range(3)
+    ]
+    record = CostTableRecord.from_table(build_cost_table(samples), any_fingerprint(WIDTH))
+    path.write_text(record.model_dump_json())
+    return path
+
+
+# ---- equality at T = 0
+
+
+def watch(llm: Any) -> tuple[Counter, Counter]:
+    """Plans that the engine core makes and graphs that steps run in, from now on."""
+    plans: Counter[str] = Counter()
+    graphs: Counter[str] = Counter()
+    conductor, manager = scheduler_of(llm).conductor, runner_of(llm).cudagraph_manager
+    order, dispatch = conductor.order, manager.dispatch
+
+    def noted_order(*args: Any) -> Any:
+        made = order(*args)
+        if made.plan is not None:
+            plans[f"{made.plan.kind.value}/{made.plan.reason.value}"] += 1
+        return made
+
+    def noted_dispatch(*args: Any, **kwargs: Any) -> Any:
+        desc = dispatch(*args, **kwargs)
+        rows = desc.uniform_token_count or ("variable" if desc.max_query_len else "any")
+        graphs[f"{desc.cg_mode.name}/{rows}"] += 1
+        return desc
+
+    conductor.order, manager.dispatch = noted_order, noted_dispatch
+    return plans, graphs
+
+
+def unspeculated(**changes: Any) -> Callable[[Session], dict[str, Any]]:
+    """A stage without speculation: what the others of its group are compared with."""
+
+    def stage(session: Session) -> dict[str, Any]:
+        with session.engine(None, **changes) as llm:
+            session.expected = generate(llm, prompts(8), 96, temperature=0)
+        return {"tokens": sum(map(len, session.expected))}
+
+    return stage
+
+
+def equality(options: dict[str, Any], **changes: Any) -> Callable[[Session], dict[str, Any]]:
+    """A stage that compares greedy outputs with those without speculation."""
+
+    def stage(session: Session) -> dict[str, Any]:
+        chosen = dict(options)
+        if isinstance(chosen.get("cost_table"), tuple):
+            folder = session.folder / "table.json"
+            chosen["cost_table"] = str(full_graph_table(folder, *chosen["cost_table"]))
+        started = time.perf_counter()
+        with session.engine(chosen, **changes) as llm:
+            init_s = time.perf_counter() - started
+            plans, graphs = watch(llm)
+            found = generate(llm, prompts(8), 96, temperature=0)
+            totals, runner = scheduler_of(llm).dspark_totals, runner_of(llm)
+            windows = runner.dspark_windows
+            return {
+                "init_s": round(init_s, 1),
+                "equal": sum(a == b for a, b in zip(session.expected, found, strict=True)),
+                "of": len(found),
+                "plans": dict(plans),
+                "graphs": dict(graphs),
+                "drafted": totals.drafted.tolist(),
+                "admitted": totals.admitted.tolist(),
+                "accepted": totals.accepted.tolist(),
+                "executor": type(windows).__name__,
+                "plans_executed": windows.box.accepted if windows else 0,
+                "plans_dropped": windows.box.mismatched if windows else 0,
+                "refused": runner.dspark_reporter.refused,
+                "off_reason": scheduler_of(llm).conductor.off_reason,
+                "context_graphs": len(runner.speculator._context_graphs),
+                "timed_steps": float(scheduler_of(llm).conductor.times.timed[0]),
+            }
+
+    return stage
+
+
+def profiled(session: Session) -> dict[str, Any]:
+    """Cost profile at start-up: time it takes, and whether a second start takes the cached one."""
+    cache = session.folder / f"cache-{os.getpid()}"
+    row: dict[str, Any] = {}
+    for name in ("cold", "warm"):
+        started = time.perf_counter()
+        with session.engine({"cache_dir": str(cache)}) as llm:
+            row[f"{name}_init_s"] = round(time.perf_counter() - started, 1)
+            conductor = scheduler_of(llm).conductor
+            generate(llm, prompts(8), 32, temperature=0)
+            row[f"{name}_files"] = sorted(str(p.name) for p in cache.rglob("*.json"))
+            row[f"{name}_priced"] = bool(conductor.planner and conductor.planner.cost)
+            if name == "cold":
+                from vllm_dspark.errors import CostTableError
+
+                begun = time.perf_counter()
+                try:
+                    runner_of(llm).profile_costs()
+                except CostTableError as error:
+                    row["refused"] = str(error)
+                row["profile_s"] = round(time.perf_counter() - begun, 2)
+            if conductor.planner and conductor.planner.cost:
+                table = conductor.planner.cost.table
+                row["table"] = {
+                    f"{mode.value}/{shape.value}": {
+                        "kv": grid.kv_tokens,
+                        "sizes": grid.sizes,
+                        "ms": grid.median_ms.round(4).tolist(),
+                    }
+                    for (mode, shape), grid in table.grids.items()
+                }
+                row["allocation_ms"] = table.allocation_ms
+    return row
+
+
+# ---- law at T = 1
+
+
+def laws(session: Session) -> dict[str, Any]:
+    """Pairs of tokens after one prompt: ours in random device windows, against no speculation.
+
+    Both run in bf16, so the exact law of the float64 model is not the yardstick: two samples are.
+    """
+    counts: dict[str, list[list[int]]] = {}
+    row: dict[str, Any] = {}
+    large = {"max_num_seqs": 128, "max_num_batched_tokens": 4096, "sizes": LARGE_SIZES}
+    requests = [{"prompt_token_ids": [1, 7, 3, 3, 9]}] * 8000
+    variants = {
+        "off": (None, "greedy"),
+        "probabilistic": (RANDOM, "probabilistic"),
+        "greedy": (RANDOM, "greedy"),
+    }
+    for name, (options, drafts) in variants.items():
+        with session.engine(options, "small", drafts=drafts, **large) as llm:
+            counts[name] = generate(llm, requests, 4, temperature=1.0)
+            if options is not None:
+                totals = scheduler_of(llm).dspark_totals
+                row[f"{name}_accepted"] = totals.accepted.tolist()
+                row[f"{name}_trimmed"] = totals.trimmed.tolist()
+        if name != "off":
+            row[name] = {
+                f"tokens {i + 1},{i + 2}": two_sample_p(counts["off"], counts[name], i)
+                for i in range(3)
+            }
+            session.out.write_text(json.dumps({"laws": row}, indent=1))
+    return row
+
+
+def two_sample_p(first: list[list[int]], second: list[list[int]], at: int) -> float:
+    """p-value of "both samples have one law" for the tokens at positions at and at + 1."""
+    from tests.support.statistics import chi_square_tail
+
+    cells = [Counter((t[at], t[at + 1]) for t in sample) for sample in (first, second)]
+    total = cells[0] + cells[1]
+    share = len(first) / (len(first) + len(second))
+    statistic, used, rest = 0.0, 0, [0, 0]
+    for cell, count in total.items():
+        if count * min(share, 1 - share) < 10:
+            rest[0] += cells[0][cell]
+            rest[1] += cells[1][cell]
+            continue
+        used += 1
+        expected = count * share
+        statistic += (cells[0][cell] - expected) ** 2 * (1 / expected + 1 / (count - expected))
+    if sum(rest) * min(share, 1 - share) >= 10:
+        used += 1
+        expected = sum(rest) * share
+        statistic += (rest[0] - expected) ** 2 * (1 / expected + 1 / (sum(rest) - expected))
+    return chi_square_tail(statistic, used - 1)
+
+
+# ---- time
+
+
+def timing(options: dict[str, Any], **changes: Any) -> Callable[[Session], dict[str, Any]]:
+    """A stage: tokens/s at several loads, then the parts of a step, host and device."""
+
+    def stage(session: Session) -> dict[str, Any]:
+        chosen = dict(options)
+        if isinstance(chosen.get("cost_table"), tuple):
+            folder = session.folder / "time-table.json"
+            chosen["cost_table"] = str(full_graph_table(folder, *chosen["cost_table"]))
+        started = time.perf_counter()
+        row: dict[str, Any] = {}
+        with session.engine(chosen, **changes) as llm:
+            row["init_s"] = round(time.perf_counter() - started, 1)
+            generate(llm, prompts(32), 16, temperature=0)
+            for load in (1, 8, 32):
+                runs = []
+                for _ in range(3):
+                    begun = time.perf_counter()
+                    found = generate(llm, prompts(load), 256, temperature=0)
+                    runs.append(sum(map(len, found)) / (time.perf_counter() - begun))
+                row[f"tok_s_{load}"] = sorted(round(r) for r in runs)
+            row["parts"] = {str(load): parts(llm, load) for load in (1, 8, 32)}
+            row["functions"] = functions(llm)
+        return row
+
+    return stage
+
+
+def parts(llm: Any, load: int) -> dict[str, Any]:
+    """Median ms of the parts of a decode step: on the device's time line, and on the host's."""
+    import statistics
+
+    import torch
+
+    runner = runner_of(llm)
+    spots = {
+        "execute": (runner, "execute_model"),
+        "target": (runner.cudagraph_manager, "run_fullgraph"),
+        "sample": (runner, "sample"),
+        "draft": (runner.speculator, "propose"),
+        "sample_tokens": (runner, "sample_tokens"),
+        "schedule": (scheduler_of(llm), "schedule"),
+        "update": (scheduler_of(llm), "update_from_output"),
+    }
+    marks: dict[str, list[Any]] = {name: [] for name in spots}
+    host: dict[str, list[float]] = {name: [] for name in spots}
+
+    def wrap(name: str, method: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            begun = time.perf_counter()
+            events[0].record()
+            result = method(*args, **kwargs)
+            events[1].record()
+            host[name].append((time.perf_counter() - begun) * 1e3)
+            marks[name].append(events)
+            return result
+
+        return call
+
+    for name, (owner, method) in spots.items():
+        setattr(owner, method, wrap(name, getattr(owner, method)))
+    begun = time.perf_counter()
+    generate(llm, prompts(load), 192, temperature=0)
+    wall = (time.perf_counter() - begun) * 1e3
+    for owner, method in spots.values():
+        delattr(owner, method)
+    torch.cuda.synchronize()
+    steps = len(marks["draft"])
+    device = {
+        name: round(statistics.median(a.elapsed_time(b) for a, b in found[2:-1]), 4)
+        for name, found in marks.items()
+        if name in ("execute", "target", "sample", "draft") and len(found) > 3
+    }
+    return {
+        "steps": steps,
+        "wall_ms_per_step": round(wall / max(steps, 1), 4),
+        "device_ms": device,
+        "host_ms": {n: round(statistics.median(v), 4) for n, v in host.items() if v},
+    }
+
+
+def functions(llm: Any) -> list[list[Any]]:
+    """Python functions by own and cumulative time per step at 8 requests (slower: traced)."""
+    import cProfile
+    import pstats
+
+    profile = cProfile.Profile()
+    profile.enable()
+    generate(llm, prompts(8), 96, temperature=0)
+    profile.disable()
+    stats = pstats.Stats(profile).stats
+    steps = max(
+        (calls for (_, _, name), (_, calls, *_) in stats.items() if name == "propose"), default=1
+    )
+    rows = [
+        [f"{Path(file).name}:{line}:{name}", calls, round(own / steps * 1e3, 4), cumulative]
+        for (file, line, name), (_, calls, own, cumulative, _) in stats.items()
+    ]
+    rows = [[n, c, o, round(cumulative / steps * 1e3, 4)] for n, c, o, cumulative in rows]
+    by_own = sorted(rows, key=lambda r: -r[2])[:45]
+    ours = [r for r in rows if r[3] > 0.01 and any(k in r[0] for k in OURS)]
+    return by_own + sorted(ours, key=lambda r: -r[3])[:40]
+
+
+OURS = (
+    "runner.py", "reporting.py", "rejection.py", "speculator.py", "conductor.py", "outcomes.py",
+    "metrics", "scheduler.py", "cuda_", "report.py", "rejection_sampler",
+)  # fmt: skip
+
+DEAR = (10.0, 1.0, 1.0)  # every row costs a tenth of an empty step: most drafts are not worth it
+HOPELESS = (0.1, 10.0, 10.0)  # rows are all that costs: no draft is worth verifying
+CHEAP = (20.0, 0.05, 0.1)  # rows are nearly free: full windows
+
+GROUPS: dict[str, dict[str, Callable[[Session], Any]]] = {
+    "correct": {
+        "off": unspeculated(),
+        "skipped": equality({"cost_table": HOPELESS, "online_cost": False, "probe_interval": 8}),
+        "profiled": profiled,
+        "host_random": equality({**RANDOM, "windows": "host"}),
+        "device_random": equality(RANDOM),
+        "planned": equality({"cost_table": DEAR, "online_cost": False}),
+        "probabilistic": equality({"scheduling": False}, drafts="probabilistic"),
+    },
+    "law": {"laws": laws},
+    "reference": {
+        "off": unspeculated(),
+        "reference": equality({"scheduling": False, "kernels": "reference"}),
+        "reference_random": equality({**RANDOM, "kernels": "reference"}),
+    },
+    "custom": {  # our attention backend
+        "off": unspeculated(attention_backend="CUSTOM"),
+        "native": equality({"scheduling": False}, attention_backend="CUSTOM"),
+        "device_random": equality(RANDOM, attention_backend="CUSTOM"),
+    },
+    "time": {
+        "stock": timing({"enabled": False}),
+        "native": timing({"scheduling": False}),
+        "planned_native": timing({"cost_table": CHEAP, "online_cost": False}),
+        "stock_again": timing({"enabled": False}),
+    },
+}
 
 
 if __name__ == "__main__":

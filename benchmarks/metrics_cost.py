@@ -54,7 +54,7 @@ def measure(requests: int, folder: Path) -> dict[str, float]:
     plan = VerifyPlan(
         1, 0, requests, K, PlanKind.TRIM, Reason.TRIM_GAIN, 4, 8, True, (), 5.0, 3.0, 6.0, 3.0
     )
-    order = StepOrder(1, plan, dict.fromkeys(names, K), dict.fromkeys(names, 1))
+    order = StepOrder.of(1, plan, dict.fromkeys(names, K), 1)
     counted = set(names)
 
     def outcomes() -> Any:

@@ -110,7 +110,7 @@ def rows_for(num_requests: int, host: bool, repeats: int) -> list[Row]:
         settled.plan(facts, batch)
 
     def shortcut() -> None:
-        settled._native_streak = 17  # never the one in eight that is planned
+        settled._repetition._native_streak = 17  # never the one in eight that is planned
         settled.shortcut(facts, owners, admitted)
 
     def record() -> None:

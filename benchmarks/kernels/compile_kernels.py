@@ -28,7 +28,16 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from vllm_dspark.kernels import launch
+# All of them now: `pretend_device` replaces what is imported.
+from vllm_dspark.kernels import (  # noqa: F401
+    block_attention,
+    block_prepare,
+    launch,
+    markov,
+    ragged_attention,
+    rejection,
+    windows,
+)
 
 _TYPES = {
     torch.float32: "fp32",
@@ -94,19 +103,24 @@ def recording(case: str, launches: list[Launch]) -> Iterator[None]:
 @contextmanager
 def pretend_device(arch: int) -> Iterator[None]:
     """Makes every wrapper choose its launch for `arch`."""
-    modules = [
-        module
-        for name, module in sys.modules.items()
-        if name.startswith("vllm_dspark.kernels") and hasattr(module, "describe_device")
+    stand_ins: dict[str, Callable[[torch.device], Any]] = {
+        "describe_device": lambda device: launch.typical_device(arch),
+        "dependent_launches": lambda device: arch >= 90,
+    }
+    replaced = [
+        (module, name, getattr(module, name))
+        for module_name, module in sys.modules.items()
+        if module_name.startswith("vllm_dspark.kernels")
+        for name in stand_ins
+        if hasattr(module, name)
     ]
-    originals = [module.describe_device for module in modules]
-    for module in modules:
-        module.describe_device = lambda device: launch.typical_device(arch)  # type: ignore
+    for module, name, _ in replaced:
+        setattr(module, name, stand_ins[name])
     try:
         yield
     finally:
-        for module, original in zip(modules, originals, strict=True):
-            module.describe_device = original  # type: ignore[attr-defined]
+        for module, name, original in replaced:
+            setattr(module, name, original)
 
 
 def _source(entry: Launch) -> ASTSource:
@@ -197,14 +211,14 @@ def draft_case(
 
     hidden, columns = 1024, 3
     cells = {"gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}
-    markov = None
+    markov_head = None
     if kind is not None:
         proj = torch.empty(cells[kind], dtype=BF16) if kind in cells else None
         w1, w2 = torch.empty(64, rank, dtype=BF16), torch.empty(64, rank, dtype=BF16)
-        markov = MarkovHead(kind, w1, w2, proj, None)  # type: ignore[arg-type]
+        markov_head = MarkovHead(kind, w1, w2, proj, None)  # type: ignore[arg-type]
     confidence = ConfidenceHead(torch.empty(hidden + rank), torch.zeros(1), True)
     index = torch.zeros(num_reqs, dtype=torch.int64)
-    head = DraftHead(markov, confidence, index if d2t else None)
+    head = DraftHead(markov_head, confidence, index if d2t else None)
     base = torch.empty(num_reqs, columns, vocab, dtype=BF16)
     positions = torch.zeros(num_reqs, columns, dtype=torch.int64)
     batch = DraftBatch(

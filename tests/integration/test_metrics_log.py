@@ -95,7 +95,7 @@ class Engine:
     def step(self, seconds=1.0, plan=None, outcomes=None, drafted=True, report=None):
         self.clock.now += seconds
         self.totals.add(outcomes)
-        order = StepOrder(1, plan, {"r0": K} if drafted else {}, {"r0": 1} if drafted else {})
+        order = StepOrder.of(1, plan, {"r0": K} if drafted else {}, 1)
         self.metrics.step(order, outcomes, report)
 
     def value(self, name, *cell):

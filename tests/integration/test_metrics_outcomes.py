@@ -25,7 +25,7 @@ def pending(rows, invalid=None, alive=lambda name: True):
         sampled_token_ids=list(lists.values()), req_id_to_index={n: i for i, n in enumerate(lists)}
     )
     drafted = {name: n for name, (n, _, _) in rows.items()}
-    order = StepOrder(7, None, drafted, dict.fromkeys(drafted, 6))
+    order = StepOrder.of(7, None, drafted, 6)
     return PendingOutcomes(output, ran, order, K, alive), lists
 
 
@@ -88,7 +88,7 @@ class TestPending:
         assert outcomes.accepted.tolist() == [2, 0]
 
     def test_nothing_was_sampled(self):
-        order = StepOrder(1, None, {"a": 4}, {"a": 1})
+        order = StepOrder.of(1, None, {"a": 4}, 1)
         output = SimpleNamespace(scheduled_spec_decode_tokens={}, num_invalid_spec_tokens=None)
         ran = SimpleNamespace(sampled_token_ids=[], req_id_to_index={})
         assert PendingOutcomes(output, ran, order, K, bool).finish(set(), None) is None

@@ -136,20 +136,35 @@ def test_skipped_drafting_keeps_output_and_resumes(
     assert first_native <= 2 + 2, [plan.reason for plan in plans[:8]]  # prefill steps come first
 
 
-def test_seeded_requests_keep_their_windows(pair: Pair, tmp_path: Path) -> None:
-    """Catches seeds that depend on load: a seeded sampled request is never trimmed."""
-    from vllm import SamplingParams
+@pytest.mark.parametrize("windows", ["host", "device"])
+def test_budget_is_not_capped_by_one_logits_chunk(
+    pair: Pair,
+    expected: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    windows: str,
+) -> None:
+    """Catches a budget that must fit one chunk of logits, and chunks cut at the wrong rows."""
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
+    rows_per_chunk = 10
+    monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", rows_per_chunk * 4 * SPEC.vocab_size)
     table = write_cost_table(tmp_path / "table.json", **DEAR)
-    seeded = SamplingParams(temperature=0.8, seed=7, max_tokens=32, ignore_eos=True)
-    unseeded = SamplingParams(temperature=0.8, max_tokens=32, ignore_eos=True)
-    with engine(pair.target, dspark(pair.drafter, options(table))) as llm:
-        alone = token_lists(llm.generate(prompts(1), seeded, use_tqdm=False))[0]
-        crowd = [seeded, *[unseeded] * 7]
-        together = token_lists(llm.generate(prompts(8), crowd, use_tqdm=False))[0]
-        assert scheduler_of(llm).dspark_totals.trimmed.sum() > 0
-    # The first token follows the prompt and may come from a step where nobody had drafts.
-    assert len(alone) == len(together) == 32
+    with engine(pair.target, dspark(pair.drafter, options(table, windows=windows))) as llm:
+        plans = watch_plans(llm)
+        ops, sizes = runner_of(llm).rejection_sampler.ops, []
+        reject = ops.reject
+
+        def noted(batch: Any, *args: Any) -> Any:
+            sizes.append(batch.target_logits.shape[0])
+            return reject(batch, *args)
+
+        ops.reject = noted
+        assert token_lists(llm.generate(prompts(8), greedy(), use_tqdm=False)) == expected
+    rows = [plan.num_requests + plan.budget for plan in plans if plan.kind is PlanKind.TRIM]
+    assert max(rows) > rows_per_chunk, rows
+    assert max(sizes) <= rows_per_chunk
+    assert len(sizes) > len(plans), "no step was verified in chunks"
 
 
 def test_a_plan_of_another_step_is_refused(pair: Pair, tmp_path: Path) -> None:

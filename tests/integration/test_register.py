@@ -169,6 +169,28 @@ def test_late_hook_leaves_the_loader_as_it_was() -> None:
     assert found == {"source": True, "hooked": True}
 
 
+@pytest.mark.parametrize("theirs", [None, "other.plugin.Backend"])
+def test_custom_attention_backend_is_ours_unless_taken(theirs: str | None) -> None:
+    """Catches `--attention-backend CUSTOM` without a backend, and another plugin's displaced."""
+    found = _run(
+        f"""
+        import json
+        from vllm_dspark.integration.register import register
+        theirs = {theirs!r}
+        if theirs:
+            from vllm.v1.attention.backends import registry
+            registry.register_backend(registry.AttentionBackendEnum.CUSTOM, theirs)
+        register()
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+        register()
+        print(json.dumps({{"path": AttentionBackendEnum.CUSTOM.get_path()}}))
+        """,
+        VLLM_PLUGINS="none-of-them",
+    )
+    ours = "vllm_dspark.integration.attention_backend.RaggedAttentionBackend"
+    assert found == {"path": theirs or ours}
+
+
 def test_logger_name_is_below_vllm() -> None:
     """Catches log lines lost: only children of "vllm" get vLLM's level and format."""
     assert register_module.logger is logging.getLogger("vllm.vllm_dspark")

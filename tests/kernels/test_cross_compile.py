@@ -15,17 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks/kernels/compile_kernels.py"
 # Dots of at least 64 rows: the tile the table says goes to the warpgroup or tensor-memory units.
 BIG_DOTS = {
-    ("_ragged_attention_kernel", "ragged qwen3-32b K=7 (64 rows, d128)"),
-    ("_ragged_attention_kernel", "ragged qwen3-8b prefill (128 rows, d128)"),
+    ("ragged_attention_kernel", "ragged qwen3-32b K=7 (64 rows, d128)"),
+    ("ragged_attention_kernel", "ragged qwen3-8b prefill (128 rows, d128)"),
     ("sample_column_kernel", "draft vanilla r256 R=64"),
 }
 EXPECTED_UNIT = {80: "mma.sync", 90: "wgmma", 100: "tcgen05", 103: "tcgen05", 120: "mma.sync"}
 KERNELS = {
-    "_attention_plan_kernel", "_ragged_attention_kernel", "_merge_partials_kernel",
+    "attention_plan_kernel", "ragged_attention_kernel", "merge_partials_kernel",
     "_prepare_block_kernel", "_store_context_kernel", "_latent_attention_kernel",
     "sample_column_kernel", "latent_kernel", "finish_block_kernel", "_allocate_kernel",
-    "_row_maps_kernel", "row_stats_kernel", "judge_kernel", "block_mass_kernel",
-    "block_judge_kernel", "resample_kernel", "outcome_kernel",
+    "_row_maps_kernel", "row_stats_kernel", "block_ratios_kernel", "block_mass_kernel",
+    "resample_kernel",
 }  # fmt: skip
 
 

@@ -1,10 +1,7 @@
 """Launch choices: complete tables, vocabularies covered once, buffers that hold any step."""
 
-import random
-
 import pytest
 
-from vllm_dspark.kernels.attention_plan import AttentionShape, attention_geometry
 from vllm_dspark.kernels.launch import (
     ARCHITECTURES,
     attention_launch,
@@ -44,29 +41,3 @@ def test_rejection_parts_grow_only_while_they_help():
     assert rejection_parts(device, 512, 8, 151_936) == 1
     assert rejection_parts(device, 1, 8, 151_936) == 32
     assert rejection_parts(device, 1, 8, 5_000) == 1
-
-
-def test_plan_buffers_hold_any_step():
-    """The bounds of attention_plan's docstring, over random steps of every geometry."""
-    rng = random.Random(0)
-    for _ in range(2000):
-        group, kv_heads = rng.choice([(4, 8), (3, 3), (8, 8), (1, 32)])
-        max_query = rng.choice([1, 4, 8, 300])
-        num_reqs = rng.randint(1, 40)
-        shape = AttentionShape(group * kv_heads, kv_heads, rng.choice([64, 128]))
-        query = [rng.randint(0, max_query) for _ in range(num_reqs)]
-        seq = [q + rng.choice([0, 5, 700, 40_000]) for q in query]
-        geometry = attention_geometry(
-            shape, num_reqs, max(sum(query), num_reqs), max_query, typical_device(90)
-        )
-        block_n, tile = geometry.launch.block_n, geometry.tile_tokens
-        tiles = [-(-q // tile) for q in query]
-        spans = [-(-s // block_n) for s in seq]
-        total = sum(t * s for t, s in zip(tiles, spans, strict=True))
-        chunk = max(-(-total // geometry.target), geometry.min_chunk_blocks)
-        chunks = [max(-(-s // chunk), 1) for s in spans]
-        rows = [t * c for t, c in zip(tiles, chunks, strict=True)]
-        split = [i for i, c in enumerate(chunks) if c > 1]
-        assert sum(rows) <= geometry.max_items
-        assert sum(rows[i] for i in split) <= geometry.max_partials
-        assert sum(tiles[i] for i in split) <= geometry.max_merges

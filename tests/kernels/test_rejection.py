@@ -1,5 +1,7 @@
 """Ragged rejection against the reference, and against the distribution it must not change."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -95,6 +97,19 @@ def test_other_draft_vocabulary(draft_vocab, method, device):
     batch.draft_tokens[1] = 70
     batch.draft_tokens[-1] = -1
     check(batch, state, RejectRule(4, method), device)
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_half_precision_targets(method, device):
+    """vLLM hands bfloat16 rows where no request changes them: equal to their float32 copy."""
+    batch, state = make_batch(RAGGED, 4, 60, seed=3)
+    half = replace(batch, target_logits=batch.target_logits.bfloat16())
+    widened = replace(batch, target_logits=half.target_logits.float())
+    rule = RejectRule(4, method)
+    actual = run(half, state, rule, device)
+    expected = ReferenceRejectOps().reject(widened, state, rule)
+    assert torch.equal(actual.sampled, expected.sampled)
+    assert torch.equal(actual.accepted, expected.accepted)
 
 
 def test_several_vocabulary_parts(device):

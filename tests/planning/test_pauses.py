@@ -74,6 +74,16 @@ class TestSkipDraft:
         excluded = uniform(128, 0.05, excluded=np.arange(128) == 0)
         assert episode.planner.plan(facts(6), excluded).draft_next
 
+    def test_a_pause_does_not_end_because_nothing_is_known(self):
+        """Catches flapping: in a pause rows go stale, and only probes bring outcomes."""
+        one = planner(replace(AT_ONCE, probe_interval=8))
+        Episode(one).run(128, 2)
+        for step in range(2, 6):
+            nothing = np.zeros(128, dtype=bool)
+            seen = uniform(128, 0.05, num_drafts=np.zeros(128, dtype=np.int32), known=nothing)
+            plan = one.plan(facts(step), seen)
+            assert (plan.kind, plan.draft_next) == (PlanKind.SKIP_DRAFT, False), plan.reason
+
     def test_can_be_switched_off(self):
         plans = Episode(planner(replace(AT_ONCE, skip_draft=False))).run(128, 5)
         assert all(plan.draft_next for plan in plans)
@@ -176,6 +186,26 @@ class TestLazy:
         assert one.shortcut(facts(17, **changes), seen.owner, seen.num_drafts) is None
         assert one.shortcut(facts(17), seen.owner[:1], seen.num_drafts[:1]) is None
         assert one.shortcut(facts(17), seen.owner, seen.num_drafts) is not None
+
+    @pytest.mark.parametrize("device", [False, True])
+    def test_a_trimmed_step_of_a_large_batch_serves_one_more(self, device):
+        """Catches a decision repeated for ever, or for other requests than it was about."""
+        one = planner(replace(AT_ONCE, lazy=True, device_windows=device))
+        seen = uniform(128, 0.6)
+        plan = one.plan(facts(1), seen)
+        assert plan.kind is PlanKind.TRIM
+        assert one.shortcut(facts(2), seen.owner[::-1], seen.num_drafts) is None
+        assert one.shortcut(facts(2), seen.owner, seen.num_drafts - 1) is None
+        again = one.shortcut(facts(2), seen.owner, seen.num_drafts)
+        assert again == replace(plan, step_id=2)
+        assert one.shortcut(facts(3), seen.owner, seen.num_drafts) is None
+
+    @pytest.mark.parametrize(("requests", "rate", "fresh"), [(32, 0.4, False), (128, 0.6, True)])
+    def test_small_batches_and_fresh_rows_are_planned_anew(self, requests, rate, fresh):
+        one = planner(replace(AT_ONCE, lazy=True))
+        seen = replace(uniform(requests, rate), fresh=fresh)
+        assert one.plan(facts(1), seen).kind is PlanKind.TRIM
+        assert one.shortcut(facts(2), seen.owner, seen.num_drafts) is None
 
 
 @settings(max_examples=40, deadline=None)

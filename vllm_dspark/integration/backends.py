@@ -1,9 +1,10 @@
 """Which implementation of drafting and rejection runs where (option `kernels`).
 
-| device | "auto", "triton"            | "reference"                                 |
-|--------|-----------------------------|---------------------------------------------|
-| CPU    | numba (cpu/)                | kernels/reference.py                        |
-| CUDA   | Triton, inside the graphs   | kernels/reference.py, drafter without graphs |
+| device | "auto", "triton"          | "reference"                                         |
+|--------|---------------------------|-----------------------------------------------------|
+| CPU    | numba (cpu/)              | kernels/reference.py                                |
+| CUDA   | Triton, inside the graphs | drafting: kernels/reference.py, without graphs;     |
+|        |                           | rejection: sampling/rejection.py, waits for nothing |
 """
 
 import torch
@@ -39,10 +40,14 @@ def reject_ops(
     options: DSparkConfig, *, max_requests: int, width: int, vocab: int, device: torch.device
 ) -> RejectOps:
     """Verification of up to `max_requests` windows of K = `width` drafts."""
-    if options.kernels == "reference":
+    if options.kernels == "reference" and device.type == "cpu":
         from vllm_dspark.kernels.reference import ReferenceRejectOps
 
         return ReferenceRejectOps()
+    if options.kernels == "reference":
+        from vllm_dspark.sampling.rejection import TorchRejectOps
+
+        return TorchRejectOps()
     if device.type == "cpu":
         from vllm_dspark.cpu.reject_ops import CpuRejectOps
 

@@ -5,8 +5,9 @@ tested with plain stand-ins. One conductor per engine, called by the scheduler a
 `schedule` and `update_from_output`.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,27 @@ import numpy.typing as npt
 from vllm_dspark.artifacts.freshness import Resolution, planner_options
 from vllm_dspark.artifacts.schema import CostTableRecord
 from vllm_dspark.config import DSparkConfig
+from vllm_dspark.integration.exclusions import exclusion
 from vllm_dspark.integration.metrics_totals import RowTotals, StepTimes
 from vllm_dspark.integration.outcomes import StepOutcomes
 from vllm_dspark.integration.recording import PairRecorder
 from vllm_dspark.integration.report import StepOrder, StepReport
-from vllm_dspark.planning.cost import CostTable, StepMode
+from vllm_dspark.planning.cost import CostTable, StepMode, StepTiming
 from vllm_dspark.planning.facts import StepFacts
+from vllm_dspark.planning.observed import ObservedCosts
 from vllm_dspark.planning.online_cost import CostModel
-from vllm_dspark.planning.plan import PlanKind
+from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan, owner_id
 from vllm_dspark.planning.planner import Planner
+from vllm_dspark.planning.settle import settle
 from vllm_dspark.planning.survival import stamp_next
-from vllm_dspark.planning.table import RequestTable
+from vllm_dspark.planning.table import NO_LIMIT, RequestTable, SlotLookup
+
+logger = logging.getLogger("vllm.vllm_dspark")
 
 IntArray = npt.NDArray[np.int32]
+SlotArray = npt.NDArray[np.int64]
 
+_REST_PERIOD = 8  # steps
 # A temperature below this is greedy for vLLM (vllm.sampling_params._SAMPLING_EPS).
 _GREEDY_BELOW = 1e-5
 
@@ -42,6 +50,23 @@ class StepOutlook:
     kv_tokens: int  # computed tokens of the requests that will verify
 
 
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """What vLLM scheduled.
+
+    started: requests that enter (or re-enter) the batch; sampling_ids: requests whose step ends
+    with a draft pass, if there is one; tokens: rows by request id, drafts: their drafts.
+    """
+
+    started: Sequence[Any]
+    preempted: Iterable[str]
+    finished: Iterable[str]
+    sampling_ids: list[str]
+    tokens: Mapping[str, int]
+    num_tokens: int
+    drafts: Mapping[str, list[int]]
+
+
 class Conductor:
     """Makes the plan of each step and keeps what plans are made from."""
 
@@ -53,18 +78,32 @@ class Conductor:
         mode: StepMode,
         *,
         device_windows: bool,
+        processors: tuple[str, ...] = (),
+        max_model_len: int = NO_LIMIT,
+        native_mode: StepMode | None = None,
     ) -> None:
+        """processors: custom logits processors that may count on uniform rows (exclusions.py)."""
+        self._processors = processors
+        self._max_model_len = max_model_len
         self.table = table
         self.planner: Planner | None = None  # made when a cost table is there
         self.rows = RowTotals()
         self.times = StepTimes()
         self.step_id = 0
+        self._kv_tokens = 0  # of the step being planned
+        self.restated = 0  # orders that vLLM's scheduling made different from their plans
         self._resolution = resolution
         self._options = options
         self.device_windows = device_windows
-        self._mode = mode
-        self._draft_stamp = np.zeros(0, dtype=np.int32)  # by slot: pass that made its drafts
-        self._reserved = np.zeros(0, dtype=np.bool_)  # by slot: keeps its full window
+        self._mode = mode  # of ragged steps
+        self._native_mode = mode if native_mode is None else native_mode
+        self._observed = ObservedCosts(mode, table.num_positions)  # where measuring was refused
+        # By slot: pass that made the request's drafts, and whether it keeps its full window.
+        self._draft_stamp = np.zeros(1, dtype=np.int32)
+        self._reserved = np.zeros(1, dtype=np.bool_)
+        self._num_reserved = 0
+        # Scheduler, outcomes and worker each have their own order of requests, mostly for long.
+        self._scheduled, self._judged, self._drafted = (SlotLookup(table) for _ in range(3))
         self._generation: dict[str, int] = {}
         self._num_arrived = 0
         path = options.record_confidences
@@ -93,49 +132,56 @@ class Conductor:
         """
         self.step_id = stamp_next(self.step_id)
         ids = [request.request_id for request in drafting]
-        slots = self.table.slots(ids)
-        draft_stamps = self._stamps(slots)
-        # vLLM keeps placeholders also after a step that drafted nothing.
+        slots = self._scheduled.of(ids).slots
         counts = np.array([len(request.spec_token_ids) for request in drafting], dtype=np.int32)
-        counts[draft_stamps == 0] = 0
-        drafted = dict(zip(ids, counts.tolist(), strict=True))
-        stamps = dict(zip(ids, draft_stamps.tolist(), strict=True))
+        draft_stamps: IntArray = self._draft_stamp[slots]
+        if np.count_nonzero(draft_stamps) < len(ids):
+            # vLLM keeps placeholders also after a step that drafted nothing.
+            counts[draft_stamps == 0] = 0
         if self.planner is None or not ids:
-            return StepOrder(self.step_id, None, drafted, stamps)
+            return StepOrder(self.step_id, None, ids, counts, draft_stamps)
+        self._kv_tokens = outlook.kv_tokens
         facts = self._facts(outlook)
         plan = self.planner.shortcut(facts, self.table.owners(slots), counts)
         if plan is None:
-            batch = self.table.batch(slots, counts, draft_stamps, self._reserved[slots])
+            reserved = self._reserved[slots] if self._num_reserved else None
+            batch = self.table.batch(slots, counts, draft_stamps, reserved)
             self.rows.add(batch)
             plan = self.planner.plan(facts, batch)
+        order = StepOrder(self.step_id, plan, ids, counts, draft_stamps)
         if plan.kind is not PlanKind.TRIM or not self.device_windows:
-            return StepOrder(self.step_id, plan, drafted, stamps)
-        ranking = self.table.ranking_parameters()
-        sampled = frozenset(r.request_id for r in drafting if _is_sampled(r))
+            return order
         floors, ceilings = self._limits(drafting, slots)
-        return StepOrder(self.step_id, plan, drafted, stamps, ranking, sampled, floors, ceilings)
+        return replace(
+            order,
+            ranking=self.table.ranking_parameters(),
+            sampled=frozenset(r.request_id for r in drafting if _is_sampled(r)),
+            floors=floors,
+            ceilings=ceilings,
+        )
 
     def _limits(
-        self, drafting: Sequence[Any], slots: npt.NDArray[np.int64]
+        self, drafting: Sequence[Any], slots: SlotArray
     ) -> tuple[dict[str, int], dict[str, int]]:
         """Requests that keep all their drafts, and those that cannot emit all of them."""
         width = self.table.num_positions
         floors, ceilings = {}, {}
         for request, reserved in zip(drafting, self._reserved[slots].tolist(), strict=True):
-            left = request.max_tokens - request.num_output_tokens - 1
-            if left < width:
-                ceilings[request.request_id] = max(left, 0)
+            left = self._remaining(request) - 1
             if reserved:
                 floors[request.request_id] = width
+            elif left < width:
+                ceilings[request.request_id] = max(left, 0)
         return floors, ceilings
 
     def _facts(self, outlook: StepOutlook) -> StepFacts:
         mode = StepMode.MIXED if outlook.mixed else self._mode
+        native_mode = StepMode.MIXED if outlook.mixed else self._native_mode
         arrived, self._num_arrived = self._num_arrived, 0
         return StepFacts(
             step_id=self.step_id,
             mode=mode,
-            native_mode=mode,
+            native_mode=native_mode,
             kv_tokens=outlook.kv_tokens,
             num_waiting=outlook.num_waiting,
             num_arrived=arrived,
@@ -143,33 +189,90 @@ class Conductor:
 
     # ---- after vLLM scheduled
 
-    def scheduled(
-        self,
-        started: Iterable[Any],
-        preempted: Iterable[str],
-        finished: Iterable[str],
-        sampling_ids: Sequence[str],
-        draft_next: bool,
-    ) -> None:
-        """Follow one scheduler output.
-
-        started: requests that enter (or re-enter) the batch; sampling_ids: requests whose step
-        ends with a draft pass, if `draft_next`.
-        """
-        for request_id in finished:
+    def scheduled(self, order: StepOrder, step: ScheduledStep) -> StepOrder:
+        """Follow one scheduler output; the order about the step that really runs."""
+        for request_id in step.finished:
             self.table.remove(request_id)
             self._generation.pop(request_id, None)
             if self._recorder is not None:
                 self._recorder.remove_request(request_id)
-        for request_id in preempted:
+        for request_id in step.preempted:
             self.table.remove(request_id)
             self._generation[request_id] = self._generation.get(request_id, 0) + 1
-        for request in started:
+        for request in step.started:
             self._add(request)
-        known = [request_id for request_id in sampling_ids if request_id in self.table]
-        slots = self.table.slots(known)
-        self._stamps(slots)
-        self._draft_stamp[slots] = self.step_id if draft_next else 0
+        slots = self._scheduled.of(step.sampling_ids).slots
+        if order.plan is not None:
+            order = self._settled(order, order.plan, step)
+            pauses = not order.draft_next and self._num_reserved > 0
+            if order.plan is not None and pauses and self._reserved[slots].any():
+                # A pause of drafting must not reach a seeded request that has just joined.
+                order = replace(order, plan=replace(order.plan, draft_next=True))
+        self._draft_stamp[slots] = self.step_id if order.draft_next else 0
+        return order
+
+    def _settled(self, order: StepOrder, plan: VerifyPlan, step: ScheduledStep) -> StepOrder:
+        """The order restated where vLLM left requests out, cut drafts or added prefill rows."""
+        ids = order.request_ids
+        trims_on_device = plan.kind is PlanKind.TRIM and self.device_windows
+        all_there = int(order.num_drafts.sum())
+        expected = all_there if trims_on_device else plan.budget
+        as_planned = step.num_tokens == len(ids) + expected and list(step.tokens) == ids
+        if trims_on_device and np.count_nonzero(order.num_drafts) < len(ids):
+            as_planned = False  # workers know the requests of the plan by their drafts
+        if as_planned:
+            return order
+        rows = [i for i, name in enumerate(ids) if name in step.tokens and name in self.table]
+        names = [ids[i] for i in rows]
+        drafts = np.array([len(step.drafts.get(name, ())) for name in names], dtype=np.int32)
+        others = step.num_tokens - len(names) - int(drafts.sum())
+        mixed = others > 0
+        if (
+            mixed
+            and trims_on_device
+            and not self._resolution.mixed
+            and plan.reason is not Reason.FORCED
+        ):
+            # Nothing has been cut yet, and nothing says that trimming such a step pays.
+            plan = replace(plan, kind=PlanKind.NATIVE, reason=Reason.MIXED)
+            trims_on_device = False
+        if not trims_on_device:
+            about, counts = names, drafts
+        else:
+            about = [name for name, n in zip(names, drafts.tolist(), strict=True) if n]
+            counts = drafts[drafts > 0]
+        mode = StepMode.MIXED if mixed else self._mode
+        facts = StepFacts(
+            step_id=plan.step_id,
+            mode=mode,
+            native_mode=StepMode.MIXED if mixed else self._native_mode,
+            kv_tokens=self._kv_tokens,
+            reserved_rows=others,
+        )
+        owner = self.table.owners(self.table.slots(about))
+        cost = self.planner.cost if self.planner is not None else None
+        kind, budget, windows = plan.kind, plan.budget, plan.windows
+        plan = replace(settle(plan, cost, facts, owner, counts), kind=kind)
+        if trims_on_device:  # shares of the budget, or prescribed windows, are the worker's matter
+            plan = replace(
+                plan,
+                budget=min(budget, int(counts.sum())),
+                windows=tuple(windows[i] for i in rows) if windows else (),
+            )
+        self.restated += 1
+        return replace(
+            order,
+            plan=plan,
+            request_ids=names,
+            num_drafts=order.num_drafts[rows],
+            draft_stamps=order.draft_stamps[rows],
+        )
+
+    def _remaining(self, request: Any) -> int:
+        """Tokens that the request can still emit: what goes beyond need not be verified."""
+        wanted: int = request.max_tokens - request.num_output_tokens
+        left: int = max(0, min(wanted, self._max_model_len - request.num_tokens))
+        return left
 
     def _add(self, request: Any) -> None:
         sampled, untouched = _is_sampled(request), is_untouched(request)
@@ -179,28 +282,22 @@ class Conductor:
             request.request_id,
             sampled=sampled,
             untouched=untouched,
-            remaining=max(0, request.max_tokens - request.num_output_tokens),
+            excluded=bool(exclusion(request, self._processors)),
+            tenant=tenant_of(request),
+            # less the token of the step that ends its prefill, which is no verification's outcome
+            remaining=max(0, self._remaining(request) - 1),
             generation=self._generation.get(request.request_id, 0),
         )
-        self._stamps(np.array([slot]))
+        if slot >= self._draft_stamp.size:
+            room = np.zeros(max(slot + 1, self._draft_stamp.size), dtype=np.int32)
+            self._draft_stamp = np.append(self._draft_stamp, room)
+            self._reserved = np.append(self._reserved, room.astype(np.bool_))
         self._draft_stamp[slot] = 0
         # The noise of a seeded request is keyed by position and draft column: its tokens repeat
         # only if its windows do, so they stay full whatever the load.
         self._reserved[slot] = sampled and request.sampling_params.seed is not None
+        self._num_reserved = int(np.count_nonzero(self._reserved))
         self._num_arrived += 1
-
-    def _stamps(self, slots: npt.NDArray[np.int64]) -> IntArray:
-        """Draft stamps of slots; makes room for slots never seen."""
-        top = int(slots.max(initial=-1))
-        if top >= self._draft_stamp.size:
-            grown = np.zeros(max(top + 1, 2 * self._draft_stamp.size), dtype=np.int32)
-            grown[: self._draft_stamp.size] = self._draft_stamp
-            self._draft_stamp = grown
-            self._reserved = np.append(
-                self._reserved, np.zeros(grown.size - self._reserved.size, dtype=np.bool_)
-            )
-        stamps: IntArray = self._draft_stamp[slots]
-        return stamps
 
     # ---- when a step's output has come back
 
@@ -208,34 +305,65 @@ class Conductor:
         """Take in outcomes, rows and times of a step that has come back."""
         if self._recorder is not None:
             self._recorder.record(self.step_id, report, outcomes)
+        resting = self._resting()
         # Outcomes before rows: on a CPU a report brings the rows of the pass after the judged one,
         # which would overwrite the rows that these outcomes are about.
         if outcomes is not None:
-            self._take_outcomes(outcomes)
+            self._take_outcomes(outcomes, resting)
         if report is not None:
-            self._take_rows(report)
+            if report.refused:
+                self.withdraw(report.refused)
+            if not resting:
+                self._take_rows(report)
             waiting = self.planner is None or self.planner.cost is None
             if report.cost_table is not None and waiting and not self.off_reason:
                 record = CostTableRecord.model_validate_json(report.cost_table)
                 self._start_planning(record.to_table())
-            if self.planner is not None and self.planner.cost is not None:
-                for timing in report.timings:
-                    self.times.add(timing, self.planner.cost)
-                    self.planner.cost.observe(timing)
+            for timing in report.timings if not resting else ():
+                self._take_timing(timing)
 
     def close(self) -> None:
         """Close what is being recorded."""
         if self._recorder is not None:
             self._recorder.close()
 
-    def _take_outcomes(self, outcomes: StepOutcomes) -> None:
+    def withdraw(self, reason: str) -> None:
+        """Plan nothing from now on: the worker's start-up check failed, so it trims no step."""
+        self._resolution = replace(self._resolution, off_reason=reason, cost_table=None)
+        self.planner = None
+
+    def _take_timing(self, timing: StepTiming) -> None:
+        planner = self.planner
+        if planner is not None and planner.cost is not None:
+            self.times.add(timing, planner.cost)
+            planner.cost.observe(timing)
+        elif not self.off_reason:
+            table = self._observed.add(timing)
+            if table is not None:
+                logger.info("vllm-dspark: steps are priced from what was served from now on")
+                self._start_planning(table)
+
+    def _resting(self) -> bool:
+        """Whether nothing that comes in now is needed for a decision soon.
+
+        Where nothing is ever scheduled, half of the steps still serve the quality metrics.
+        """
+        if self.off_reason:
+            return 1 <= self.step_id % _REST_PERIOD <= _REST_PERIOD // 2
+        return self.planner is not None and self.planner.resting
+
+    def _take_outcomes(self, outcomes: StepOutcomes, resting: bool) -> None:
         # Nothing is known of drafts behind a stop: to the learner they were never verified.
         verified, accepted, stamps = outcomes.before_stop, outcomes.accepted, outcomes.stamps
-        keep = [i for i, name in enumerate(outcomes.request_ids) if name in self.table]
-        if not keep:
+        found = self._judged.of(outcomes.request_ids)
+        slots = found.slots
+        if found.known is not None:
+            keep = found.known
+            verified, accepted, stamps = verified[keep], accepted[keep], stamps[keep]
+        if resting:
+            self.table.count_emitted(slots, accepted)
+        if resting or not slots.size:
             return
-        slots = self.table.slots(outcomes.request_ids[i] for i in keep)
-        verified, accepted, stamps = verified[keep], accepted[keep], stamps[keep]
         first = int(stamps[0])
         if (stamps == first).all():
             self.table.record_outcomes(slots, first, verified, accepted)
@@ -247,11 +375,25 @@ class Conductor:
     def _take_rows(self, report: StepReport) -> None:
         if report.stamp == 0:
             return
-        keep = [i for i, name in enumerate(report.request_ids) if name in self.table]
-        if not keep:
-            return
-        slots = self.table.slots([report.request_ids[i] for i in keep])
-        self.table.record_rows(slots, report.owners[keep], report.stamp, report.confidences[keep])
+        owners, rows = report.owners, report.confidences
+        found = self._drafted.of(report.request_ids)
+        if found.known is not None:
+            owners, rows = owners[found.known], rows[found.known]
+        if found.slots.size:
+            self.table.record_rows(found.slots, owners, report.stamp, rows)
+
+
+def tenant_of(request: Any) -> int | None:
+    """Whose influence on shared learning a request counts towards; None: its own.
+
+    vLLM knows no users. A cache salt, which separates users by design, or an adapter names one;
+    the request ids of one client have nothing in common that it could not make up.
+    """
+    if request.cache_salt:
+        return owner_id(f"salt:{request.cache_salt}")
+    if request.lora_request is not None:
+        return owner_id(f"lora:{request.lora_request.lora_name}")
+    return None
 
 
 def _is_sampled(request: Any) -> bool:

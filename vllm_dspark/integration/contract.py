@@ -70,11 +70,47 @@ CONTRACT: tuple[Symbol, ...] = (
             "decode_query_len",
         ),
     ),
+    Symbol(_RUNNER, "GPUModelRunner", fields=("step_timing", "cudagraph_manager", "input_buffers")),
+    Symbol(_RUNNER, "GPUModelRunner.gather_batch_req_state", params=("scheduler_output",)),
+    Symbol(
+        "v1/worker/gpu/async_utils.py",
+        "StepTimingCollector.record_batch",
+        params=("input_batch", "full_cudagraph"),
+    ),
+    Symbol("v1/worker/gpu/async_utils.py", "StepTimingCollector.forward_start"),
+    Symbol("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager._init_candidates"),
+    Symbol(
+        "v1/worker/gpu/cudagraph_utils.py",
+        "CudaGraphManager",
+        fields=("_candidates", "_capture_descs", "graphs", "lora_capture_cases", "cudagraph_mode"),
+    ),
+    Symbol(
+        "v1/worker/gpu/cudagraph_utils.py",
+        "BatchExecutionDescriptor",
+        fields=("num_tokens", "num_reqs", "uniform_token_count", "max_query_len", "num_ubatches"),
+    ),
+    Symbol(
+        "v1/worker/gpu/cudagraph_utils.py",
+        "ModelCudaGraphManager",
+        bases=("CudaGraphManager",),
+    ),
+    Symbol("v1/worker/gpu/attn_utils.py", "get_query_lens_mismatch_unsupported_backend"),
+    Symbol(
+        "v1/worker/gpu/attn_utils.py",
+        "get_varlen_cudagraph_unsupported_backend",
+        params=("attn_groups", "vllm_config", "max_query_len", "checked_layer_names"),
+    ),
     Symbol(_RUNNER, "GPUModelRunner.__init__", params=("vllm_config", "device")),
     Symbol(_RUNNER, "GPUModelRunner.load_model"),
     Symbol(_RUNNER, "GPUModelRunner.initialize_kv_cache", params=("kv_cache_config",)),
     Symbol(_RUNNER, "GPUModelRunner.execute_model", params=("scheduler_output",)),
     Symbol(_RUNNER, "GPUModelRunner.sample_tokens", params=("grammar_output",)),
+    Symbol(
+        _RUNNER,
+        "GPUModelRunner.sample",
+        params=("hidden_states", "input_batch", "grammar_output"),
+    ),
+    Symbol("v1/worker/gpu/sample/states.py", "SamplingStates", fields=("seeds_set", "temperature")),
     Symbol(_RUNNER, "GPUModelRunner.finish_requests", params=("scheduler_output",)),
     Symbol(f"{_SPEC}/dspark/speculator.py", "DSparkSpeculator", bases=("DFlashSpeculator",)),
     Symbol(
@@ -92,6 +128,18 @@ CONTRACT: tuple[Symbol, ...] = (
         "DFlashSpeculator",
         fields=("sample_indices", "sample_pos", "sample_idx_mapping", "num_query_per_req"),
     ),
+    Symbol(
+        f"{_SPEC}/dflash/speculator.py",
+        "DFlashSpeculator._precompute_context_kv",
+        params=("start", "end", "dummy_run"),
+    ),
+    Symbol(f"{_SPEC}/speculator.py", "DraftModelSpeculator._build_uniform_attn_metadata"),
+    Symbol(
+        f"{_SPEC}/rejection_sampler.py",
+        "RejectionSampler._verify_in_chunks",
+        params=("logits", "input_batch", "max_chunk_logits", "max_num_logprobs"),
+    ),
+    Symbol("v1/outputs.py", "AsyncModelRunnerOutput.get_output"),
     Symbol(
         f"{_SPEC}/dflash/speculator.py",
         "DFlashSpeculator.propose",
@@ -151,7 +199,60 @@ CONTRACT: tuple[Symbol, ...] = (
         fields=("scheduled_spec_decode_tokens", "num_scheduled_tokens", "preempted_req_ids"),
     ),
     Symbol("v1/outputs.py", "ModelRunnerOutput", fields=("req_ids", "sampled_token_ids")),
-    Symbol("v1/request.py", "Request", fields=("spec_token_ids", "num_computed_tokens")),
+    # The CUSTOM attention backend (attention_backend.py).
+    Symbol(
+        "v1/attention/backends/registry.py", "register_backend", params=("backend", "class_path")
+    ),
+    Symbol("v1/attention/backends/registry.py", "AttentionBackendEnum", fields=("CUSTOM",)),
+    Symbol("v1/attention/backends/registry.py", "AttentionBackendEnum.is_overridden"),
+    Symbol(
+        "v1/attention/backend.py",
+        "AttentionBackend",
+        fields=(
+            "supported_dtypes",
+            "supported_kv_cache_dtypes",
+            "forward_includes_kv_cache_update",
+            "supports_device_cpu_query_lens_mismatch",
+            "supports_non_causal",
+        ),
+    ),
+    Symbol(
+        "v1/attention/backend.py",
+        "CommonAttentionMetadata",
+        fields=(
+            "query_start_loc",
+            "seq_lens",
+            "num_reqs",
+            "num_actual_tokens",
+            "max_query_len",
+            "block_table_tensor",
+            "slot_mapping",
+            "causal",
+        ),
+    ),
+    Symbol(
+        "v1/attention/backend.py",
+        "AttentionMetadataBuilder",
+        fields=("_cudagraph_support", "supports_draft_decode_metadata_update"),
+    ),
+    Symbol("v1/attention/backend.py", "AttentionMetadataBuilder.build_for_cudagraph_capture"),
+    Symbol("v1/attention/backend.py", "max_decode_query_len", params=("vllm_config",)),
+    Symbol(
+        "v1/attention/ops/triton_reshape_and_cache_flash.py",
+        "triton_reshape_and_cache_flash",
+        params=("key", "value", "key_cache", "value_cache", "slot_mapping", "kv_cache_dtype"),
+    ),
+    Symbol(
+        "v1/request.py",
+        "Request",
+        fields=(
+            "spec_token_ids",
+            "num_computed_tokens",
+            "resumable",
+            "cache_salt",
+            "lora_request",
+        ),
+    ),
 )
 
 

@@ -19,8 +19,10 @@ class DSparkGPUWorker(MeasuringWorker, Worker):
         return super()._make_model_runner()
 
     def compile_or_warm_up_model(self) -> Any:
-        """vLLM's warm-up and capture, then our cost profile where no cached one fits."""
+        """vLLM's warm-up and capture, our kernels', then our cost profile unless one is cached."""
         result = super().compile_or_warm_up_model()
+        if hasattr(self.model_runner, "check_device"):
+            self.model_runner.check_device()
         if hasattr(self.model_runner, "provide_cost_table"):
             self.model_runner.provide_cost_table()
         return result

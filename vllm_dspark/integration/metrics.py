@@ -89,7 +89,7 @@ class EngineMetrics:
         plan = order.plan
         self.plans.add(plan, float(outcomes.emitted.sum()) if outcomes is not None else 0.0)
         if plan is None:
-            if order.drafted:
+            if order.request_ids:
                 off = self._conductor.off_reason
                 self.plans.decline("scheduling_off" if off else "no_cost_table")
         elif self._conductor.device_windows and plan.kind is PlanKind.TRIM:

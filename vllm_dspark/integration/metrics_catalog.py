@@ -202,7 +202,9 @@ def _quality_families(width: int) -> tuple[Family, ...]:
         ),
         _counter("neutral_requests", "Requests ranked without a confidence row, at planning."),
         _counter("invalid_confidences", "Confidences that are no probabilities (NaN, inf)."),
-        _counter("unpaired_outcomes", "Outcomes whose confidence row never came."),
+        _counter(
+            "unpaired_outcomes", "Outcomes whose confidence row never came, of one step in eight."
+        ),
         _counter("calibration_updates", "Online corrections of the calibration."),
     )
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from vllm_dspark.integration.report import StepOrder
 
-Counts = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class StepOutcomes:
 def reach(columns: Sequence[Counts], width: int) -> Counts:
     """[columns, K] how many requests' counts reach each position."""
     bins = width + 1
-    flat = np.concatenate(columns)
-    flat += np.arange(0, len(columns) * bins, bins).repeat(columns[0].size)
-    by_count = np.bincount(flat, minlength=len(columns) * bins).reshape(-1, bins)
+    stacked = np.array(columns)
+    stacked += np.arange(0, len(columns) * bins, bins)[:, None]
+    by_count = np.bincount(stacked.ravel(), minlength=stacked.shape[0] * bins).reshape(-1, bins)
     reached: Counts = by_count[:, :0:-1].cumsum(axis=1)[:, ::-1]
     return reached
 
@@ -80,21 +80,47 @@ class PendingOutcomes:
         self._verified: Mapping[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
         self._invalid: Mapping[str, int] = scheduler_output.num_invalid_spec_tokens or {}
         self.request_ids: list[str] = []  # whose drafts may have an outcome
+        self._rows: list[int] | None = None  # their places in the order; None: all of it
         self._tokens: list[list[int]] = []
         self._sampled: list[int] = []
+        self._in_order = False
         sampled = model_runner_output.sampled_token_ids
-        if not sampled:
+        index_of = model_runner_output.req_id_to_index
+        names = order.request_ids
+        if not sampled or not names:
             return
-        index_of, verified = model_runner_output.req_id_to_index, self._verified
-        names = [name for name in order.drafted if name in index_of]
-        if not verified.keys() >= order.drafted.keys():
-            names = [name for name in names if name in verified or is_alive(name)]
-        tokens = [sampled[index_of[name]] for name in names]
+        places = [index_of.get(name) for name in names]
+        # As a rule every request verifies, in scheduler order: no need to look each of them up.
+        self._in_order = None not in places and list(self._verified) == names
+        if self._in_order:
+            tokens = [sampled[place] for place in places]
+            self.request_ids = names
+        else:
+            tokens = self._some(sampled, places, is_alive)
         if not all(tokens):  # only a chunk of a resumed prefill
-            names = [name for name, given in zip(names, tokens, strict=True) if given]
+            self._keep([i for i, given in enumerate(tokens) if given])
             tokens = [given for given in tokens if given]
-        self.request_ids, self._tokens = names, tokens
-        self._sampled = [len(given) for given in tokens]
+        self._tokens = tokens
+        self._sampled = list(map(len, tokens))
+
+    def _some(
+        self, sampled: list[list[int]], places: list[int | None], is_alive: Callable[[str], bool]
+    ) -> list[list[int]]:
+        """Tokens of those requests of the order that are in the step and still of interest."""
+        verified, names = self._verified, self._order.request_ids
+        rows, tokens = [], []
+        for i, (name, place) in enumerate(zip(names, places, strict=True)):
+            if place is not None and (name in verified or is_alive(name)):
+                rows.append(i)
+                tokens.append(sampled[place])
+        self.request_ids = [names[i] for i in rows]
+        self._rows = rows
+        return tokens
+
+    def _keep(self, kept: list[int]) -> None:
+        rows = self._rows
+        self._rows = kept if rows is None else [rows[i] for i in kept]
+        self.request_ids = [self.request_ids[i] for i in kept]
 
     def finish(self, counted: set[str], on_device: Mapping[str, int] | None) -> StepOutcomes | None:
         """The outcomes; None if there are none.
@@ -103,16 +129,23 @@ class PendingOutcomes:
         that have ended meanwhile); on_device: drafts that the worker let through.
         """
         verified, order = self._verified, self._order
-        names, tokens, lengths = self.request_ids, self._tokens, self._sampled
-        if not counted.issuperset(names):
-            keep = [i for i, n in enumerate(names) if n in counted or n not in verified]
-            names = [names[i] for i in keep]
-            tokens, lengths = [tokens[i] for i in keep], [lengths[i] for i in keep]
+        if not counted.issuperset(self.request_ids):
+            ids = self.request_ids
+            keep = [i for i, n in enumerate(ids) if n in counted or n not in verified]
+            self._tokens = [self._tokens[i] for i in keep]
+            self._sampled = [self._sampled[i] for i in keep]
+            self._keep(keep)
+        names = self.request_ids
         if not names:
             return None
-        sampled = np.array(lengths)
-        emitted = np.array([len(given) for given in tokens])
-        scheduled = np.array([len(verified.get(name, ())) for name in names])
+        drafted, stamps = order.num_drafts, order.draft_stamps
+        if self._rows is not None:
+            drafted, stamps = drafted[self._rows], stamps[self._rows]
+        sampled = emitted = np.array(self._sampled)
+        lengths = list(map(len, self._tokens))
+        if lengths != self._sampled:
+            emitted = np.array(lengths)
+        scheduled = self._scheduled()
         admitted = scheduled
         if on_device is not None:
             limits = [on_device.get(n, k) for n, k in zip(names, scheduled.tolist(), strict=True)]
@@ -120,11 +153,12 @@ class PendingOutcomes:
         scored = admitted
         if self._invalid:
             scored = admitted - np.array([self._invalid.get(name, 0) for name in names])
-        passed = np.minimum(sampled - 1, scored)
-        accepted = np.minimum(passed, emitted)
-        before_stop = np.where(emitted <= passed, emitted, scored)
+        accepted = np.minimum(sampled - 1, scored)
+        before_stop = scored
+        if emitted is not sampled:
+            before_stop = np.where(emitted <= accepted, emitted, scored)
+            accepted = np.minimum(accepted, emitted)
         judged = np.minimum(before_stop, accepted + 1)
-        drafted = _column(order.drafted, names)
         return StepOutcomes(
             names,
             drafted=drafted,
@@ -135,14 +169,16 @@ class PendingOutcomes:
             accepted=accepted,
             sampled=sampled,
             emitted=emitted,
-            stamps=_column(order.stamps, names),
+            stamps=stamps,
             reached=reach((drafted, admitted, scored, judged, accepted), self._width),
         )
 
-
-def _column(values: Mapping[str, int], names: list[str]) -> Counts:
-    """[n] values of requests."""
-    return np.array([values[name] for name in names])
+    def _scheduled(self) -> Counts:
+        """[n] drafts that vLLM scheduled."""
+        verified = self._verified
+        if self._in_order and self._rows is None:
+            return np.fromiter(map(len, verified.values()), np.int64, len(verified))
+        return np.array([len(verified.get(name, ())) for name in self.request_ids])
 
 
 @dataclass

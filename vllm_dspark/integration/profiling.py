@@ -8,6 +8,7 @@ what a token more in the step costs), the draft pass by itself.
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,16 +28,18 @@ logger = logging.getLogger("vllm.vllm_dspark")
 _REPEATS = 3
 _WARMUP = 1
 _ALLOCATION_REPEATS = 50
+_LARGE = 32  # tokens beyond which a step is too long for its first run to stand out
 # Median over sizes of spread over median: a quiet two-core machine shows 1 to 5 %.
 _MAX_SCATTER = 0.15
 
 
 @torch.inference_mode()
-def profile_cpu(runner: Any, budget_s: float = 10.0) -> CostTable:
+def profile_cpu(runner: Any, budget_s: float = 20.0) -> CostTable:
     """Cost table of an engine on a CPU. Raises CostTableError when the machine is too noisy.
 
     budget_s: larger sizes are left out once this much time has gone; prices beyond the last
-    measured size continue with the last slope.
+    measured size continue with the last slope. The KV axis is measured at sizes of up to two full
+    windows; what a longer context adds is the same for larger ones, so it is carried over.
     """
     width = runner.num_speculative_steps
     nodes = _kv_nodes(runner.max_model_len, width)
@@ -51,8 +54,13 @@ def profile_cpu(runner: Any, budget_s: float = 10.0) -> CostTable:
         if time.perf_counter() - started > budget_s and len(samples) >= 2 * _REPEATS:
             logger.info("vllm-dspark: cost profile stops at %d tokens (time budget)", tokens)
             break
-        for kv_tokens in nodes:
-            samples += _measure(runner, requests, tokens, kv_tokens)
+        short = _measure(runner, requests, tokens, nodes[0])
+        samples += short
+        for kv_tokens in nodes[1:]:
+            if tokens <= 2 * (width + 1):
+                samples += _measure(runner, requests, tokens, kv_tokens)
+            else:
+                samples += _carried(short, samples, kv_tokens)
     return _trusted(samples, width)
 
 
@@ -102,6 +110,20 @@ class CpuProfiler:
         return float(np.median(times))
 
 
+def _carried(
+    short: list[StepTiming], samples: list[StepTiming], kv_tokens: int
+) -> list[StepTiming]:
+    """`short`, as slow as the longest steps measured at `kv_tokens` were against short contexts."""
+    size = max(s.num_tokens for s in samples if s.kv_tokens == kv_tokens and s not in short)
+
+    def median(kv: int) -> float:
+        chosen = [s.forward_ms for s in samples if s.num_tokens == size and s.kv_tokens == kv]
+        return float(np.median(chosen))
+
+    added = max(0.0, median(kv_tokens) - median(short[0].kv_tokens))
+    return [replace(s, kv_tokens=kv_tokens, forward_ms=s.forward_ms + added) for s in short]
+
+
 def _trusted(samples: list[StepTiming], width: int) -> CostTable:
     """The table, or CostTableError where it would mislead: too few sizes, or a busy machine.
 
@@ -146,8 +168,9 @@ def _kv_nodes(max_model_len: int, width: int) -> tuple[int, ...]:
 
 
 def _measure(runner: Any, requests: int, tokens: int, kv_tokens: int) -> list[StepTiming]:
-    timings = [measure_once(runner, requests, tokens, kv_tokens) for _ in range(_WARMUP + _REPEATS)]
-    return timings[_WARMUP:]
+    warmup = _WARMUP if tokens <= _LARGE else 0
+    timings = [measure_once(runner, requests, tokens, kv_tokens) for _ in range(warmup + _REPEATS)]
+    return timings[warmup:]
 
 
 def measure_once(runner: Any, requests: int, tokens: int, kv_tokens: int) -> StepTiming:

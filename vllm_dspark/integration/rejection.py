@@ -5,9 +5,11 @@ rejects, and the draw after it, are `RejectOps` (kernels/protocols.py).
 """
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
@@ -16,6 +18,8 @@ from vllm_dspark.kernels.protocols import RejectBatch, RejectOps, RejectRule, Sa
 logger = logging.getLogger("vllm.vllm_dspark")
 
 _OURS = ("standard", "block", "synthetic")
+# vLLM's mark for "no request wants logprobs" (sample/states.py, NO_LOGPROBS)
+_NO_LOGPROBS = -1
 
 
 def replace_rejection_sampler(
@@ -31,7 +35,11 @@ def replace_rejection_sampler(
 
 
 class DSparkRejectionSampler(RejectionSampler):
-    """Verifies windows of 1..K+1 rows with `ops`."""
+    """Verifies windows of 1..K+1 rows with `ops`.
+
+    device_offsets: whether the step's windows are known on the device only; set by the runner for
+    each step. vLLM's `enable_adaptive_verification`, which says the same of an engine, follows it.
+    """
 
     def __init__(self, sampler: Any, speculative: Any, device: torch.device, ops: RejectOps):
         super().__init__(sampler, speculative, device)
@@ -41,6 +49,79 @@ class DSparkRejectionSampler(RejectionSampler):
             method="block" if self.use_block_verification else "standard",
             synthetic_rates=self.synthetic_conditional_rates,
         )
+        self.device_offsets = False
+
+    def _verify_in_chunks(
+        self,
+        logits: torch.Tensor,
+        input_batch: Any,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        pos: torch.Tensor,
+        max_chunk_logits: int,
+        max_num_logprobs: int,
+        verify_draft_sampled: torch.Tensor | None = None,
+    ) -> Any:
+        """vLLM's chunking, which needs boundaries on the host, or ours, which does not."""
+        self.enable_adaptive_verification = self.device_offsets
+        if self.device_offsets and logits.shape[0] > max_chunk_logits:
+            wants_more = max_num_logprobs != _NO_LOGPROBS or self.sampler.return_sampling_mask
+            if not wants_more:
+                judged = draft_sampled if verify_draft_sampled is None else verify_draft_sampled
+                rows = (logits, draft_sampled, pos, judged)
+                sampled, counts = self._verify_gathered(
+                    rows, input_batch, draft_logits, max_chunk_logits
+                )
+                return sampled, counts, None, None
+            # Logprobs are laid out by vLLM over one chunk: that takes the memory it takes.
+            max_chunk_logits = logits.shape[0]
+        return super()._verify_in_chunks(
+            logits,
+            input_batch,
+            draft_logits,
+            draft_sampled,
+            pos,
+            max_chunk_logits,
+            max_num_logprobs,
+            verify_draft_sampled,
+        )
+
+    def _verify_gathered(
+        self,
+        rows: tuple[torch.Tensor, ...],  # logits, drafts, positions, drafts to judge: [N, ...]
+        input_batch: Any,
+        draft_logits: torch.Tensor | None,
+        max_chunk_logits: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chunks of requests that fit however their windows turn out, gathered on the device."""
+        bounds = input_batch.cu_num_logits
+        # The host's offsets are those before trimming, so no chunk is longer than they say.
+        upper = input_batch.cu_num_logits_np
+        last = rows[0].shape[0] - 1
+        sampled, counts = [], []
+        for start, end in request_chunks(upper, max_chunk_logits):
+            size = min(int(upper[end] - upper[start]), last + 1)
+            own = bounds[start : end + 1]
+            # Rows behind the chunk's last window are other requests' and are not looked at.
+            index = torch.arange(size, device=own.device) + own[0]
+            index = index.clamp_max(last)
+            logits, drafts, pos, judged = (part[index] for part in rows)
+            _, tokens, number = self._verify(
+                logits,
+                draft_logits,
+                drafts,
+                pos,
+                own - own[0],
+                input_batch.idx_mapping[start:end],
+                input_batch.idx_mapping_np[start:end],
+                input_batch.expanded_idx_mapping[index],
+                input_batch.expanded_local_pos[index],
+                input_batch.seq_lens_cpu_upper_bound.numpy()[start:end],
+                judged,
+            )
+            sampled.append(tokens)
+            counts.append(number)
+        return torch.cat(sampled), torch.cat(counts)
 
     def _verify(
         self,
@@ -69,8 +150,7 @@ class DSparkRejectionSampler(RejectionSampler):
         states = self.sampler.sampling_states
         outcome = self.ops.reject(
             RejectBatch(
-                # vLLM hands bf16 through when no request has parameters to apply
-                target_logits=processed.float(),
+                target_logits=processed,
                 draft_logits=draft_logits,
                 draft_tokens=verify_draft_sampled,
                 cu_num_logits=cu_num_logits,
@@ -80,6 +160,14 @@ class DSparkRejectionSampler(RejectionSampler):
             SamplingState(states.temperature.gpu, states.seeds.gpu),
             self.rule,
         )
-        # Kernels reuse their outcome buffers; these two are read later, by vLLM's copy stream and
-        # by the chunks of this step that follow.
-        return processed, outcome.sampled.clone(), outcome.num_sampled.clone()
+        return processed, outcome.sampled, outcome.num_sampled
+
+
+def request_chunks(offsets: npt.NDArray[np.integer], most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of requests whose rows, by `offsets` [n + 1], are at most `most`, or one request."""
+    start, num_requests = 0, offsets.size - 1
+    while start < num_requests:
+        end = int(np.searchsorted(offsets, offsets[start] + most, side="right")) - 1
+        end = min(max(end, start + 1), num_requests)
+        yield start, end
+        start = end

@@ -6,6 +6,7 @@ pickle, so no channel of ours exists and nothing is waited for.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,20 @@ from vllm_dspark.planning.cost import StepTiming
 from vllm_dspark.planning.plan import VerifyPlan
 from vllm_dspark.planning.table import RankingParameters
 
+IntArray = npt.NDArray[np.integer]
+
 _ORDER = "dspark_order"
 _REPORT = "dspark_report"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepOrder:
     """Engine core to worker, with one scheduler output.
 
     step_id: stamp of this step and of the confidence rows that its draft pass writes (1..2^31-1).
-    drafted: drafts each request had before windows were applied, by request id; stamps: the step
-    whose draft pass had made them.
+    request_ids: requests that may have drafts, in scheduler order; the plan's windows follow it.
+    num_drafts: drafts each had before windows were applied; draft_stamps: the step whose draft
+    pass had made them (0: none).
     For device windows: ranking, calibration and neutral priors; sampled, requests with a
     temperature; floors and ceilings, drafts that are let through at least and at most, where that
     is not 0 and K.
@@ -33,17 +37,36 @@ class StepOrder:
 
     step_id: int
     plan: VerifyPlan | None
-    drafted: dict[str, int]
-    stamps: dict[str, int]
+    request_ids: list[str]
+    num_drafts: IntArray  # [n]
+    draft_stamps: IntArray  # [n]
     ranking: RankingParameters | None = None
     sampled: frozenset[str] = frozenset()
     floors: dict[str, int] = field(default_factory=dict)
     ceilings: dict[str, int] = field(default_factory=dict)
 
+    @staticmethod
+    def of(
+        step_id: int, plan: VerifyPlan | None, drafted: dict[str, int], stamp: int
+    ) -> "StepOrder":
+        """An order whose drafts are all of one pass."""
+        counts = np.fromiter(drafted.values(), dtype=np.int32)
+        return StepOrder(step_id, plan, list(drafted), counts, np.full_like(counts, stamp))
+
     @property
     def draft_next(self) -> bool:
         """Whether the drafter proposes a block at the end of this step."""
         return self.plan is None or self.plan.draft_next
+
+    @cached_property
+    def drafted(self) -> dict[str, int]:
+        """Drafts before windows were applied, by request id."""
+        return dict(zip(self.request_ids, self.num_drafts.tolist(), strict=True))
+
+    @cached_property
+    def stamps(self) -> dict[str, int]:
+        """Stamps of the drafts, by request id."""
+        return dict(zip(self.request_ids, self.draft_stamps.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +80,7 @@ class StepReport:
     admitted: drafts let through in the step that ends, by request id; None where the engine core
     decided that itself (host windows, native steps).
     cost_table: JSON of a freshly measured table, once, in the first report that can carry it.
+    refused: why this worker executes no trim plans although the config promised it; "" if it does.
     """
 
     stamp: int
@@ -66,6 +90,7 @@ class StepReport:
     timings: tuple[StepTiming, ...] = ()
     admitted: dict[str, int] | None = None
     cost_table: str | None = None
+    refused: str = ""
 
 
 def attach_order(scheduler_output: Any, order: StepOrder) -> None:

@@ -1,9 +1,10 @@
 """Worker side of step reports: confidence rows and step times, without waiting for a device."""
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,17 +52,24 @@ class _PendingRows:
     stamp: int
     request_ids: tuple[str, ...]
     owners: npt.NDArray[np.int64]
-    host: torch.Tensor  # [m, K] float32, being filled by the copy stream
+    host: torch.Tensor  # [>= m, K] float32 logits, being filled; [m, K] probabilities once taken
     event: Any  # recorded behind the copy; None when the rows are there already
 
 
 class ConfidenceRows:
-    """Hands confidence rows of past draft passes over as soon as their copy has landed."""
+    """Hands confidence rows of past draft passes over as soon as their copy has landed.
+
+    On a device the copy of the logits follows the draft pass on its own stream of work: a few
+    kilobytes, cheaper than leading them to another stream. Rows are recorded by the thread that
+    launches steps and taken by the one that waits for outputs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._asynchronous = device.type != "cpu"
-        self._stream = torch.cuda.Stream(device) if self._asynchronous else None
         self._pending: deque[_PendingRows] = deque()
+        # Page-locked tensors and events of rows that were handed over, for use again.
+        self._spare: list[tuple[torch.Tensor, Any]] = []
+        self._lock = threading.Lock()
 
     def record(
         self,
@@ -71,28 +79,42 @@ class ConfidenceRows:
         logits: torch.Tensor,  # [m, K] float32
     ) -> None:
         """Start copying the rows of the pass that was just launched."""
-        if len(self._pending) == _MAX_PENDING:
-            self._pending.popleft()
-        if self._stream is None:
-            host, event = torch.sigmoid(logits), None
-        else:
-            current = torch.cuda.current_stream(logits.device)
-            probabilities = torch.sigmoid(logits)
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                host = torch.empty_like(probabilities, device="cpu", pin_memory=True)
-                host.copy_(probabilities, non_blocking=True)
-                probabilities.record_stream(self._stream)
-                event = torch.cuda.Event()
-                event.record(self._stream)
-        self._pending.append(_PendingRows(stamp, request_ids, owners, host, event))
+        host, event = self._buffer(logits)
+        host[: len(logits)].copy_(logits, non_blocking=True)
+        if event is not None:
+            event.record()
+        with self._lock:
+            if len(self._pending) == _MAX_PENDING:
+                self._pending.popleft()
+            self._pending.append(_PendingRows(stamp, request_ids, owners, host, event))
+
+    def _buffer(self, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A host tensor of at least as many rows that no copy is writing, and its event."""
+        with self._lock:
+            while self._spare:
+                host, event = self._spare.pop()
+                if len(host) >= len(logits):
+                    return host, event
+        if not self._asynchronous:
+            return torch.empty_like(logits), None
+        rows = 1 << max(len(logits) - 1, 0).bit_length()
+        host = torch.empty((rows, logits.shape[1]), dtype=logits.dtype, pin_memory=True)
+        return host, torch.cuda.Event()
 
     def take(self) -> _PendingRows | None:
-        """Newest rows that have arrived; older ones are superseded by it."""
-        newest = None
-        while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
-            newest = self._pending.popleft()
-        return newest
+        """Newest rows that have arrived, as probabilities; older ones are superseded by it."""
+        landed = []
+        with self._lock:
+            pending = self._pending
+            while pending and (pending[0].event is None or pending[0].event.query()):
+                landed.append(pending.popleft())
+        if not landed:
+            return None
+        newest = landed[-1]
+        probabilities = torch.sigmoid(newest.host[: len(newest.request_ids)])
+        with self._lock:
+            self._spare.extend((rows.host, rows.event) for rows in landed)
+        return replace(newest, host=probabilities, event=None)
 
 
 class StepClock:
@@ -143,30 +165,45 @@ class StepReporter:
     def __init__(self, device: torch.device, width: int) -> None:
         self.owners = Owners()
         self.clock = StepClock() if device.type == "cpu" else None
+        self.late_timings: Callable[[], tuple[StepTiming, ...]] | None = None  # of a device
         self._rows = ConfidenceRows(device)
         self._width = width
         self.cost_table: str | None = None  # set once, by profiling
+        self.refused = ""  # why this worker executes no trim plans, if so
 
     def record_rows(self, order: StepOrder, input_batch: Any, logits: torch.Tensor) -> None:
         """Rows of the pass that was just launched; logits: [num_reqs, K]."""
         ids = tuple(input_batch.req_ids)
         self._rows.record(order.step_id, ids, self.owners.of(ids), logits[: len(ids)])
 
-    def report(self, input_batch: Any, admitted: dict[str, int] | None) -> StepReport:
-        """What is known by now; admitted: of this step, if windows were set on the worker."""
-        timings: tuple[StepTiming, ...] = ()
-        if self.clock is not None:
-            timings = (self.clock.timing(input_batch, self._width),)
+    def timings(self, input_batch: Any) -> tuple[StepTiming, ...]:
+        """Of the step that was just run, where that is known at once."""
+        return () if self.clock is None else (self.clock.timing(input_batch, self._width),)
+
+    def report(
+        self,
+        timings: tuple[StepTiming, ...],
+        admitted: Callable[[], dict[str, int]] | None,
+    ) -> StepReport:
+        """What is known when the step's output has arrived.
+
+        admitted: drafts let through in the step, if windows were set on the worker.
+        """
         table, self.cost_table = self.cost_table, None
+        if self.late_timings is not None:
+            timings = self.late_timings()
+        counts = None if admitted is None else admitted()
         rows = self._rows.take()
         if rows is None:
-            return StepReport(0, (), _NO_OWNERS, _NO_ROWS, timings, admitted, table)
-        return StepReport(
-            rows.stamp,
-            rows.request_ids,
-            rows.owners,
-            rows.host.numpy(),
-            timings,
-            admitted,
-            table,
-        )
+            found = StepReport(0, (), _NO_OWNERS, _NO_ROWS, timings, counts, table)
+        else:
+            found = StepReport(
+                rows.stamp,
+                rows.request_ids,
+                rows.owners,
+                rows.host.numpy(),
+                timings,
+                counts,
+                table,
+            )
+        return replace(found, refused=self.refused) if self.refused else found

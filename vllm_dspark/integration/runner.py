@@ -2,35 +2,52 @@
 
 import importlib
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
+from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_dspark.artifacts.freshness import Resolution
 from vllm_dspark.artifacts.schema import CostTableRecord
 from vllm_dspark.artifacts.store import ArtifactStore
 from vllm_dspark.config import DSparkConfig
-from vllm_dspark.errors import CostTableError
+from vllm_dspark.errors import CostTableError, DSparkError
 from vllm_dspark.integration.backends import reject_ops
 from vllm_dspark.integration.carrier import options_of
-from vllm_dspark.integration.device_windows import DeviceWindows
+from vllm_dspark.integration.device_windows import DeviceWindows, HostTensorWindows
 from vllm_dspark.integration.preflight import require_hidden_states
 from vllm_dspark.integration.profiling import CpuProfiler, profile_cpu
-from vllm_dspark.integration.rejection import replace_rejection_sampler
+from vllm_dspark.integration.rejection import DSparkRejectionSampler, replace_rejection_sampler
 from vllm_dspark.integration.report import StepOrder, attach_report, order_of
 from vllm_dspark.integration.reporting import StepReporter
+from vllm_dspark.integration.seeded import SeededSampling
 from vllm_dspark.integration.speculator import DSparkProposer
 from vllm_dspark.integration.startup import live_fingerprint, resolve_scheduling, settle_windows
-from vllm_dspark.planning.cost import CostTable
+from vllm_dspark.planning.cost import CostTable, StepMode
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
 
-class DSparkRunnerMixin:
+class ReportedOutput(AsyncModelRunnerOutput):
+    """A step's output that carries our report; the report is made when the output has arrived."""
+
+    def __init__(self, output: Any, report: Callable[[], Any]) -> None:
+        self._output = output
+        self._report = report
+
+    def get_output(self) -> Any:
+        """Wait for vLLM's output, as vLLM does, and put the report on it."""
+        output = self._output.get_output()
+        attach_report(output, self._report())
+        return output
+
+
+class DSparkRunnerMixin(SeededSampling):
     """Replaces parts of vLLM's runner right after vLLM has built its own.
 
     `super()` builds the stock object first; that costs a moment at start-up and keeps every
@@ -88,8 +105,17 @@ class DSparkRunnerMixin:
         self._resolution = resolution
         mode, _ = settle_windows(self.vllm_config, self.dspark_options)
         given = self.dspark_options.test_windows is not None
-        if mode == "device" and (resolution.scheduling or given):
-            self._windows = DeviceWindows(self, get_tp_group())
+        if resolution.scheduling or given:
+            self._windows = self.make_windows(mode == "device")
+
+    @property
+    def dspark_windows(self) -> DeviceWindows | None:
+        """The executor of trim plans, if windows are set on this worker."""
+        return self._windows
+
+    def make_windows(self, on_device: bool) -> DeviceWindows | None:
+        """Prepare for steps that are not native; the executor, if windows are set on the device."""
+        return HostTensorWindows(self, get_tp_group()) if on_device else None
 
     def gather_batch_req_state(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's gathering; remembers the order of requests in the batch."""
@@ -121,6 +147,8 @@ class DSparkRunnerMixin:
                 "at start-up; give one with dspark.cost_table"
             )
             return
+        if self.dspark_reporter.refused:  # nothing will be planned
+            return
         measured = get_tp_group().broadcast_object(resolution.needs_profile, src=0)
         if not measured:
             return
@@ -148,7 +176,11 @@ class DSparkRunnerMixin:
         if self._order is None:  # dummy runs, foreign schedulers
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.dspark_reporter.owners.update(scheduler_output)
-        self.adaptive_verification = self._windows if self._trims(scheduler_output) else None
+        trims = self._trims(scheduler_output)
+        self.adaptive_verification = self._windows if trims else None
+        if isinstance(self.rejection_sampler, DSparkRejectionSampler):
+            exact = self._windows is None or self._windows.exact_on_host
+            self.rejection_sampler.device_offsets = trims and not exact
         if self.dspark_reporter.clock is not None:
             self.dspark_reporter.clock.reset()
         with self.dspark_reporter.clock or nullcontext():
@@ -170,30 +202,105 @@ class DSparkRunnerMixin:
         self.speculator.draft_next = order.draft_next
         with self.dspark_reporter.clock or nullcontext():
             output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        self._report(order, state.input_batch, output)
-        return output
+        return self._reported(order, state.input_batch, output)
 
-    def _report(self, order: StepOrder, input_batch: Any, output: Any) -> None:
+    def _reported(self, order: StepOrder, input_batch: Any, output: Any) -> Any:
+        """The output of a step that was just launched, with the step's report."""
         speculator, reporter = self.speculator, self.dspark_reporter
         if reporter.clock is not None:
             reporter.clock.draft_ms = speculator.draft_ms
         if order.draft_next and speculator.has_confidence:
-            reporter.record_rows(order, input_batch, speculator.confidence_logits)
+            logits = speculator.confidence_logits[: input_batch.num_reqs]
+            reporter.record_rows(order, input_batch, logits)
             if self._windows is not None:
-                rows = torch.sigmoid(speculator.confidence_logits[: input_batch.num_reqs])
-                self._windows.record(order.step_id, input_batch.idx_mapping_np, rows)
+                self._windows.record(order.step_id, input_batch.idx_mapping_np, logits)
         admitted = None
         if self._windows is not None and self.adaptive_verification is not None:
-            admitted = self._windows.admitted
-        report = reporter.report(input_batch, admitted)
-        attach_report(getattr(output, "model_runner_output", output), report)
+            admitted = self._windows.admitted()
+        timings = reporter.timings(input_batch)
+        if isinstance(output, AsyncModelRunnerOutput):
+            return ReportedOutput(output, lambda: reporter.report(timings, admitted))
+        attach_report(output, reporter.report(timings, admitted))
+        return output
 
 
 class DSparkGPUModelRunner(DSparkRunnerMixin, GPUModelRunner):
     """V2 runner on CUDA."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        from vllm_dspark.integration.cuda_clock import CudaClock
+
+        has_pieces = self.compilation_config.cudagraph_mode.requires_piecewise_compilation()
+        ungraphed = StepMode.PIECEWISE if has_pieces else StepMode.EAGER
+        self.step_timing = self.dspark_clock = CudaClock(self.num_speculative_steps, ungraphed)
+        self.dspark_reporter.late_timings = self.dspark_clock.take
+        if self.speculator is not None:
+            self.speculator.clock = self.dspark_clock
+
+    def make_windows(self, on_device: bool) -> DeviceWindows | None:
+        """Graphs for steps without drafts and for ragged ones; the executor, if it can work here.
+
+        What the config promised is checked against the attention backends that were built.
+        """
+        from vllm_dspark.integration.cuda_graphs import install_graphs, refusal_of_backends
+        from vllm_dspark.integration.cuda_windows import CudaWindows
+
+        if self.speculator is None:
+            return None
+        if self.fast_prefill is not None:
+            if on_device:
+                self._refuse("kv_sharing_fast_prefill keeps vLLM's own graphs")
+            return None
+        graphs, lengths = refusal_of_backends(self, self._target_layers())
+        install_graphs(self, variable=not graphs)
+        self.speculator.capture_context = True
+        if not on_device:
+            return None
+        if graphs or lengths:
+            self._refuse(graphs or lengths)
+            return None
+        return CudaWindows(self, get_tp_group())
+
+    def _target_layers(self) -> set[str]:
+        names = {name for g in self.kv_cache_config.kv_cache_groups for name in g.layer_names}
+        layers: set[str] = names - self.speculator.draft_attn_layer_names
+        return layers
+
+    def _refuse(self, reason: str) -> None:
+        """Run native from now on; the engine core learns why with the first step's report."""
+        logger.warning("vllm-dspark: windows are not set on this device: %s", reason)
+        self._windows = None
+        self.dspark_reporter.refused = reason
+
+    def check_device(self) -> None:
+        """Compile and try our kernels before anything is served; called once, after capture.
+
+        A kernel that does not do what it should here costs its feature, not the engine.
+        """
+        from vllm_dspark.integration.cuda_warmup import warm_up_rejection
+
+        if isinstance(self.rejection_sampler, DSparkRejectionSampler):
+            warm_up_rejection(self)
+        if self._windows is None:
+            return
+        try:
+            with torch.inference_mode():
+                self._windows.check()
+        except (DSparkError, RuntimeError) as error:
+            self._refuse(str(error))
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """The mixin's; steps that an engine core ordered are timed now and then."""
+        self.dspark_clock.armed = order_of(scheduler_output) is not None
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
     def profile_costs(self) -> CostTable:
-        raise CostTableError("incomplete", "profiling on a GPU comes with the GPU executor")
+        """Measured at start-up with dummy batches in the captured graphs."""
+        from vllm_dspark.integration.cuda_profiling import profile_cuda
+
+        table: CostTable = profile_cuda(self)
+        return table
 
 
 if current_platform.is_cpu():

@@ -3,19 +3,24 @@
 import logging
 from typing import Any
 
+import numpy as np
+
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.carrier import options_of
-from vllm_dspark.integration.conductor import Conductor, StepOutlook
+from vllm_dspark.integration.conductor import Conductor, ScheduledStep, StepOutlook
+from vllm_dspark.integration.exclusions import undeclared_processors
 from vllm_dspark.integration.metrics import EngineMetrics
 from vllm_dspark.integration.metrics_correction import Corrections
 from vllm_dspark.integration.outcomes import OutcomeLog, OutcomeTotals, PendingOutcomes
 from vllm_dspark.integration.report import StepOrder, attach_order, order_of, report_of
 from vllm_dspark.integration.startup import (
     require_schedulable,
+    require_servable,
     resolve_scheduling,
     settle_windows,
+    step_modes,
 )
-from vllm_dspark.planning.cost import StepMode
+from vllm_dspark.planning.plan import PlanKind
 from vllm_dspark.planning.table import RequestTable
 
 logger = logging.getLogger("vllm.vllm_dspark")
@@ -49,13 +54,16 @@ class DSparkSchedulerMixin:
 
     def _make_conductor(self, options: DSparkConfig, width: int) -> Conductor:
         vllm_config = self.vllm_config
+        require_servable(vllm_config)
         resolution = resolve_scheduling(vllm_config, options)
-        mode, _ = settle_windows(vllm_config, options)
+        mode, why = settle_windows(vllm_config, options)
         require_schedulable(resolution.off_reason, options)
         for note in resolution.notes:
             logger.warning("vllm-dspark: %s", note)
         if resolution.off_reason:
             logger.info("vllm-dspark: full windows: %s", resolution.off_reason)
+        else:
+            logger.info("vllm-dspark: windows are set on the %s: %s", mode, why)
         table = RequestTable(
             width,
             self.max_num_running_reqs,
@@ -63,12 +71,16 @@ class DSparkSchedulerMixin:
             rank_by_posterior=mode == "host",
             online_calibration=options.online_calibration,
         )
+        ragged, native = step_modes(vllm_config)
         return Conductor(
             table,
             resolution,
             options,
-            StepMode.EAGER,
+            ragged,
             device_windows=mode == "device",
+            processors=undeclared_processors(vllm_config),
+            max_model_len=vllm_config.model_config.max_model_len,
+            native_mode=native,
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,17 +89,20 @@ class DSparkSchedulerMixin:
         order = self.conductor.order(drafting, self._outlook(drafting))
         self._cut_drafts(drafting, order)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        attach_order(output, order)
-        self._follow(output, order)
+        attach_order(output, self.conductor.scheduled(order, self._scheduled(output, order)))
         return output
 
     def _cut_drafts(self, drafting: list[Any], order: StepOrder) -> None:
         """Leave each request the drafts that its window admits, or none where none were made."""
-        plan = order.plan
-        if plan is not None and plan.windows and not self.conductor.device_windows:
-            kept = [window - 1 for window in plan.windows]
+        kind = order.plan.kind if order.plan is not None else PlanKind.NATIVE
+        if kind is PlanKind.SKIP_DRAFT:
+            kept = [0] * len(drafting)
+        elif kind is PlanKind.TRIM and not self.conductor.device_windows:
+            kept = [window - 1 for window in order.plan.windows]  # type: ignore[union-attr]
+        elif np.count_nonzero(order.draft_stamps) == len(drafting):
+            return  # all drafts there are
         else:
-            kept = list(order.drafted.values())
+            kept = order.num_drafts.tolist()
         for request, drafts in zip(drafting, kept, strict=True):
             if drafts < len(request.spec_token_ids):
                 request.spec_token_ids = request.spec_token_ids[:drafts]
@@ -99,20 +114,22 @@ class DSparkSchedulerMixin:
         return StepOutlook(
             mixed=len(drafting) < len(running) or (num_waiting > 0 and has_room),
             num_waiting=num_waiting,
-            kv_tokens=sum(r.num_computed_tokens for r in drafting),
+            kv_tokens=sum([r.num_computed_tokens for r in drafting]),
         )
 
-    def _follow(self, output: Any, order: StepOrder) -> None:
+    def _scheduled(self, output: Any, order: StepOrder) -> ScheduledStep:
         requests = self.requests
-        sampling = [
-            name for name in output.num_scheduled_tokens if not requests[name].is_prefill_chunk
-        ]
-        self.conductor.scheduled(
+        sampling = list(output.num_scheduled_tokens)
+        if sampling != order.request_ids:  # what has drafts is past its prefill
+            sampling = [name for name in sampling if not requests[name].is_prefill_chunk]
+        return ScheduledStep(
             started=[requests[new.req_id] for new in output.scheduled_new_reqs],
             preempted=output.preempted_req_ids or (),
             finished=output.finished_req_ids,
             sampling_ids=sampling,
-            draft_next=order.draft_next,
+            tokens=output.num_scheduled_tokens,
+            num_tokens=output.total_num_scheduled_tokens,
+            drafts=output.scheduled_spec_decode_tokens,
         )
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -8,8 +8,13 @@ import logging
 import time
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.compilation.cudagraph_pool import capture_pool
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.parallel_state import graph_capture
+from vllm.utils.torch_utils import current_stream
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator as StockSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
 
@@ -37,6 +42,7 @@ class DSparkProposer(StockSpeculator):
     draft_next: whether the coming `propose` drafts; the runner sets it from the step's order.
     draft_pass: blocks drafted for real batches so far.
     draft_ms: host time of the last draft pass, None when it was skipped (a CPU's step time).
+    clock: the device's step clock, if the runner has one.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, options: DSparkConfig) -> None:
@@ -48,8 +54,12 @@ class DSparkProposer(StockSpeculator):
         )
         self.draft_head: DraftHead | None = None
         self.draft_next = True
+        self.capture_context = False  # set by the runner where passes may be skipped
         self.draft_pass = 0
         self.draft_ms: float | None = None
+        self.clock: Any = None
+        self._context_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by context rows
+        self._context_size = np.zeros(1, dtype=np.int64)  # rows -> size of the graph that fits
 
     @property
     def has_confidence(self) -> bool:
@@ -125,7 +135,48 @@ class DSparkProposer(StockSpeculator):
         """vLLM's, but the reference cannot be captured: it looks at values on the host."""
         if self.options.kernels == "reference":
             cudagraph_mode = CUDAGraphMode.NONE
+        self._context_graphs.clear()
+        self._context_size = np.zeros(1, dtype=np.int64)
         super().init_cudagraph_manager(cudagraph_mode)
+
+    def capture(self) -> None:
+        """vLLM's draft graphs, then graphs of what is left of a draft pass that is skipped."""
+        super().capture()
+        manager = self.query_cudagraph_manager
+        if manager is None or not manager.graphs or not self.capture_context:
+            return
+        sizes = manager.compilation_config.cudagraph_capture_sizes or ()
+        fitting = sorted(size for size in sizes if size <= self.max_num_reqs)
+        # The slots are padding during capture: nothing is written.
+        with torch.inference_mode(), graph_capture(device=self.device):
+            for size in reversed(fitting):
+                super()._precompute_context_kv(0, size)
+                graph = torch.cuda.CUDAGraph()
+                with (
+                    capture_pool(manager.pool, self.vllm_config) as pool,
+                    torch.cuda.graph(graph, pool, stream=current_stream()),
+                ):
+                    super()._precompute_context_kv(0, size)
+                self._context_graphs[size] = graph
+        if fitting:
+            counts = np.arange(fitting[-1] + 1)
+            self._context_size = np.array(fitting)[np.searchsorted(fitting, counts)]
+
+    def _precompute_context_kv(self, start: int, end: int, dummy_run: bool = False) -> None:
+        """Store the drafter's context KV of rows start..end, in a skipped pass by a graph."""
+        if self.draft_next or start or dummy_run or not 0 < end < self._context_size.size:
+            super()._precompute_context_kv(start, end, dummy_run)
+            return
+        size = int(self._context_size[end])
+        self._context_slot_mappings[:, end:size].fill_(PAD_SLOT_ID)
+        self._context_graphs[size].replay()
+
+    def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
+        """vLLM's; a skipped pass attends to nothing."""
+        if not self.draft_next:
+            return None
+        metadata: dict[str, Any] | None = super()._build_uniform_attn_metadata(*args, **kwargs)
+        return metadata
 
     def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
         """Draft tokens and confidences of `num_reqs` rows from the backbone's hidden states."""
@@ -163,10 +214,14 @@ class DSparkProposer(StockSpeculator):
         Returns [num_reqs, K] draft tokens; -1 throughout when drafting is skipped.
         """
         started = time.perf_counter()
+        if self.clock is not None:
+            self.clock.draft_start()
         if not self.draft_next:
             # Any graph holds the whole draft step, so a skipped one runs without.
             kwargs["is_profile"] = True
         drafts: torch.Tensor = super().propose(*args, **kwargs)
+        if self.clock is not None:
+            self.clock.draft_end(self.draft_next)
         if self.draft_next:
             self.draft_pass += not kwargs.get("dummy_run", False)
             self.draft_ms = (time.perf_counter() - started) * 1e3

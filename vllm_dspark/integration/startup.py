@@ -20,6 +20,7 @@ from vllm_dspark.cpu.build import is_cpu_build
 from vllm_dspark.errors import DSparkConfigError
 from vllm_dspark.integration.compat import vllm_version
 from vllm_dspark.planning.calibration import Calibration
+from vllm_dspark.planning.cost import StepMode
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -49,24 +50,29 @@ WindowMode = Literal["host", "device", "native"]
 def settle_windows(vllm_config: Any, options: DSparkConfig) -> tuple[WindowMode, str]:
     """Who sets windows in this engine, and why; "native" means full windows always.
 
-    | engine                                   | auto   | host | device                        |
-    |------------------------------------------|--------|------|-------------------------------|
-    | CPU build                                | host   | host | device                        |
-    | data parallel                            | native | native | native                      |
-    | target with recurrent states (CUDA)      | native | native | native: not shown to be right |
-    | LoRA, or pipeline parallel               | host   | host | native: lengths must be known |
-    | CUDA, eager or piecewise graphs          | host   | host | native: nothing to gain       |
-    | CUDA, full graphs                        | native | host | native: not measured yet      |
+    | engine                                    | auto   | host | device                        |
+    |-------------------------------------------|--------|------|-------------------------------|
+    | CPU build                                 | host   | host | device                        |
+    | data parallel, sampling replay            | native | native | native                      |
+    | target with recurrent states (CUDA)       | native | native | native: not shown to be right |
+    | LoRA, or pipeline parallel                | host   | host | native: lengths must be known |
+    | CUDA, eager or piecewise graphs           | host   | host | native: nothing to gain       |
+    | CUDA, full graphs, the backend can        | device | host | device                        |
+    | CUDA, full graphs, it cannot (FA2, MLA)   | host   | host | host                          |
+    | CUDA, full graphs, reference kernels, or  | host   | host | host                          |
+    |   microbatches, sharded sampling, routing |        |      |                               |
     """
     wish = options.windows
     parallel = vllm_config.parallel_config
-    always_full = ""
+    refusal = ""
     if parallel.data_parallel_size > 1:
-        always_full = f"data_parallel_size = {parallel.data_parallel_size}: ranks cannot agree"
+        refusal = f"data_parallel_size = {parallel.data_parallel_size}: ranks cannot agree"
+    elif getattr(vllm_config.model_config, "enable_trace_replay", False):
+        refusal = "enable_trace_replay needs the same windows in every run"
     elif vllm_config.model_config.is_hybrid:
-        always_full = "recurrent states of the target were not tested with trimmed windows"
-    if always_full:
-        return "native", always_full
+        refusal = "recurrent states of the target were not tested with trimmed windows"
+    if refusal:
+        return "native", refusal
     host_lengths = ""
     if vllm_config.lora_config is not None:
         host_lengths = "LoRA needs lengths that the host knows"
@@ -76,12 +82,82 @@ def settle_windows(vllm_config: Any, options: DSparkConfig) -> tuple[WindowMode,
         return ("native", host_lengths) if wish == "device" else ("host", host_lengths)
     if is_cpu_build():
         return ("device", "asked for") if wish == "device" else ("host", "a CPU has no graphs")
+    return _settle_cuda(vllm_config, options)
+
+
+def _settle_cuda(vllm_config: Any, options: DSparkConfig) -> tuple[WindowMode, str]:
+    """The rows of the table that depend on graphs and attention backend."""
+    wish = options.windows
     if wish == "host":
         return "host", "asked for"
     if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         reason = "no full graphs, so lengths on the host cost nothing"
         return ("native", reason) if wish == "device" else ("host", reason)
-    return "native", "device windows inside full CUDA graphs are not released yet"
+    refusal = _needs_host_lengths(vllm_config, options) or ragged_graph_refusal(vllm_config)
+    if refusal:
+        return "host", refusal
+    return "device", "full graphs replay variable rows"
+
+
+def _needs_host_lengths(vllm_config: Any, options: DSparkConfig) -> str:
+    """What, besides the attention backend, wants lengths on the host; "" if nothing does."""
+    parallel = vllm_config.parallel_config
+    reasons = {
+        "the reference kernels have no allocation for the device": options.kernels == "reference",
+        "microbatches are split by lengths that the host knows": parallel.use_ubatching,
+        "batch-sharded sampling is planned from lengths that the host knows": (
+            parallel.enable_batch_sharded_sampling
+        ),
+        "returned routed experts are cut by lengths that the host knows": (
+            # not in every supported vLLM
+            getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False)
+        ),
+        "kv_sharing_fast_prefill keeps vLLM's own graphs": (
+            vllm_config.cache_config.kv_sharing_fast_prefill
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def ragged_graph_refusal(vllm_config: Any) -> str:
+    """Why full graphs of this engine's attention cannot replay variable rows; "" if they can.
+
+    Known from the config, so that engine core and workers agree; the worker checks the backends
+    that were really built before anything is captured.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    model = vllm_config.model_config
+    if model.use_mla:
+        return "MLA backends plan on lengths that the host knows, as far as was checked"
+    backend = vllm_config.attention_config.backend
+    if backend is None:
+        if not current_platform.is_device_capability(90):
+            return "only on Hopper is the default attention backend known to replay variable rows"
+        backend = AttentionBackendEnum.FLASH_ATTN
+    found = backend.get_class()
+    support = found.get_builder_cls()._cudagraph_support
+    if support is not AttentionCGSupport.ALWAYS:
+        return f"{backend.name} replays uniform batches only (FlashAttention 2 for one)"
+    if not found.supports_device_cpu_query_lens_mismatch():
+        return f"{backend.name} plans on lengths that the host knows"
+    return ""
+
+
+def step_modes(vllm_config: Any) -> tuple[StepMode, StepMode]:
+    """How ragged and native steps of this engine run, where their size is within its graphs."""
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if is_cpu_build():
+        return StepMode.EAGER, StepMode.EAGER
+    ungraphed = StepMode.EAGER
+    if graphs.requires_piecewise_compilation():
+        ungraphed = StepMode.PIECEWISE
+    if not graphs.has_full_cudagraphs():
+        return ungraphed, ungraphed
+    ragged = ungraphed if ragged_graph_refusal(vllm_config) else StepMode.FULL
+    return ragged, StepMode.FULL
 
 
 def require_schedulable(reason: str, options: DSparkConfig) -> None:
@@ -90,6 +166,20 @@ def require_schedulable(reason: str, options: DSparkConfig) -> None:
         raise DSparkConfigError(
             f'dspark.scheduling = true, but {reason}; drop the option ("auto" verifies full '
             "windows then) or remove the cause"
+        )
+
+
+def require_servable(vllm_config: Any) -> None:
+    """Raise for what would fail in the first verified step, whoever sets windows."""
+    lora = vllm_config.lora_config
+    if not is_cpu_build() or lora is None:
+        return
+    if not lora.target_modules or "lm_head" in lora.target_modules:
+        raise DSparkConfigError(
+            f"enable_lora with lora_target_modules = {lora.target_modules!r}: on a CPU "
+            "vLLM applies adapters of lm_head to one row of logits per request, and verification "
+            "has several; name the modules that your adapters change, without lm_head "
+            '(lora_target_modules = ["q_proj", "v_proj", ...])'
         )
 
 

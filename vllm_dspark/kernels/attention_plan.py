@@ -6,14 +6,21 @@ rows of work; all layers of the step read the same rows. A row is one query tile
 fewer tokens of one request, times the query heads of one KV head) against one chunk of its keys.
 Requests share no keys, so a tile never mixes requests; the window x group product fills it.
 
-Chunk length, in key blocks, follows from the step's own total:
-    total = sum over requests of tiles_r * span_r          (span_r: key blocks the request can see)
-    chunk = max(min_chunk, ceil(total / target))
-    n_r   = ceil(span_r / chunk), then chunk_r = ceil(span_r / n_r) (equal parts)
-Bounds that make fixed buffers safe, for any lengths:
-    rows       = sum tiles_r * n_r            <= max_tiles + target
-    split rows = sum over n_r > 1             <= 2 * target        (ceil(x) <= 2x for x > 1)
-    merges     = tiles of requests with n_r > 1 <= min(max_tiles, target)
+Chunk length, in key blocks. With total = sum over requests of tiles_r * span_r (span_r: key blocks
+the request can see), 31 candidates from total / (4 * slots) to 2 * total / slots, at least
+min_chunk, and one that splits nothing:
+    n_r       = ceil(span_r / chunk), then chunk_r = ceil(span_r / n_r) (equal parts)
+    items     = sum over requests of tiles_r * n_r
+    mean      = total / items
+    cost      = ceil(items / slots) * (mean + overhead) + (longest chunk_r - mean)
+                + overhead if anything is split
+and the cheapest is taken, the longest among equals: whole waves of `slots` resident blocks, each as
+long as its mean item, and a tail as long as the longest item exceeds that. `overhead` is what an
+item costs besides its keys (page lookup, first loads, partial result), in key blocks.
+Bounds that make fixed buffers safe, for any lengths: a candidate may split into at most
+`max_partials` rows, which the one that splits nothing always keeps. A split tile has two rows or
+more, hence
+    rows <= max_tiles + max_partials,    merges <= min(max_tiles, max_partials / 2)
 
 Buffer: int32 [1 + max_items + max_merges, PLAN_WIDTH]. Row 0: number of items, number of merges.
 Item: request (-1: hole), first token row, tokens, first token's position, keys visible to the tile,
@@ -27,7 +34,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_dspark.kernels.launch import AttentionLaunch, Device, attention_launch, max_query_rows
+from vllm_dspark.kernels.launch import (
+    AttentionLaunch,
+    Device,
+    attention_launch,
+    max_query_rows,
+    min_query_rows,
+)
 
 PLAN_WIDTH = 12  # int32 fields of a row: 48 bytes, so a row never spans three sectors
 
@@ -55,11 +68,12 @@ class AttentionGeometry:
     """The launch's side: fixed when a graph is captured."""
 
     max_reqs: int
+    max_query_len: int
     max_tiles: int
     max_items: int
     max_merges: int
     max_partials: int
-    target: int
+    slots: int  # resident blocks per KV head
     tile_rows: int  # power of two, rows of the MMA tile
     tile_tokens: int
     min_chunk_blocks: int
@@ -92,7 +106,8 @@ def attention_geometry(
             f"{shape.group} query heads per KV head of {shape.head_dim} dimensions exceed the "
             f"{most_rows} rows of a tile on sm_{device.arch}; use kernels='reference'"
         )
-    wanted = min(max(max_query_len * shape.group, 16), most_rows)
+    least_rows = min_query_rows(device.arch, shape.head_dim, shape.cache_bytes)
+    wanted = min(max(max_query_len * shape.group, least_rows), most_rows)
     tile_rows = triton.next_power_of_2(wanted)
     tile_tokens = tile_rows // shape.group
     launch = launch or attention_launch(device.arch, tile_rows, shape.head_dim, shape.cache_bytes)
@@ -101,15 +116,16 @@ def attention_geometry(
         max_tiles = max_reqs
     else:
         max_tiles = (max_tokens + max_reqs * (tile_tokens - 1)) // tile_tokens
-    resident = device.num_sms * launch.blocks_per_sm
-    target = max(1, launch.waves * resident // shape.num_kv_heads)
+    slots = max(1, device.num_sms * launch.blocks_per_sm // shape.num_kv_heads)
+    max_partials = max(2, launch.waves * slots)
     return AttentionGeometry(
         max_reqs=max_reqs,
+        max_query_len=max_query_len,
         max_tiles=max_tiles,
-        max_items=max_tiles + target,
-        max_merges=min(max_tiles, target),
-        max_partials=2 * target,
-        target=target,
+        max_items=max_tiles + max_partials,
+        max_merges=min(max_tiles, max_partials // 2),
+        max_partials=max_partials,
+        slots=slots,
         tile_rows=tile_rows,
         tile_tokens=tile_tokens,
         min_chunk_blocks=triton.cdiv(launch.min_chunk, launch.block_n),
@@ -118,7 +134,38 @@ def attention_geometry(
 
 
 @triton.jit
-def _attention_plan_kernel(
+def _choose_chunk(
+    tiles,
+    span,
+    SLOTS: tl.constexpr,
+    MAX_PARTIALS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+):
+    """Chunk length of the cheapest candidate (module docstring); tiles, span: [num_reqs]."""
+    longest = tl.max(tl.where(tiles > 0, span, 0), 0)
+    total = tl.sum(tiles * span, 0).to(tl.float32)
+    step = tl.arange(0, 32)
+    spread = total / SLOTS * tl.exp2(step.to(tl.float32) * 0.1 - 2.0)
+    chunks = tl.where(step == 31, longest, tl.ceil(spread).to(tl.int32))
+    chunks = tl.maximum(tl.minimum(chunks, longest), MIN_CHUNK)
+    # Quotients in float32: its error of 2**-22 and the added 2**-20 cannot reach the next integer
+    # below 2**18 key blocks, and an integer division here would be most of the kernel.
+    sizes, lengths = chunks.to(tl.float32)[None, :], span.to(tl.float32)[:, None]
+    count = tl.maximum(tl.floor((lengths + (sizes - 1.0)) / sizes * 1.00000095367431640625), 1.0)
+    rows = tiles.to(tl.float32)[:, None] * count
+    split_rows = tl.sum(tl.where(count > 1.0, rows, 0.0), 0)
+    items = tl.maximum(tl.sum(rows, 0), 1.0)
+    largest = tl.max(tl.where((tiles > 0)[:, None], tl.ceil(lengths / count), 0.0), 0)
+    mean = total / items
+    cost = tl.ceil(items / SLOTS) * (mean + OVERHEAD) + (largest - mean)
+    cost += tl.where(split_rows > 0, OVERHEAD, 0.0)
+    cost = tl.where(split_rows <= MAX_PARTIALS, cost, float("inf"))
+    return tl.max(tl.where(cost == tl.min(cost, 0), chunks, 0), 0)
+
+
+@triton.jit
+def attention_plan_kernel(
     # [1 + max_items + max_merges, PLAN_WIDTH] int32
     plan_ptr,
     # [num_reqs + 1] int32
@@ -127,8 +174,10 @@ def _attention_plan_kernel(
     seq_lens_ptr,
     num_reqs,
     max_items,
-    TARGET: tl.constexpr,
+    SLOTS: tl.constexpr,
+    MAX_PARTIALS: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
+    OVERHEAD: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -154,7 +203,7 @@ def _attention_plan_kernel(
         # A tile sees at most its window on one side or both, plus its own tokens.
         reach = (WINDOW if CAUSAL else 2 * WINDOW) + TILE_TOKENS
         span = tl.minimum(span, (reach + BLOCK_N - 1) // BLOCK_N + 1)
-    chunk = tl.maximum(tl.cdiv(tl.sum(tiles * span, 0), TARGET), MIN_CHUNK)
+    chunk = _choose_chunk(tiles, span, SLOTS, MAX_PARTIALS, MIN_CHUNK, OVERHEAD)
     # A request with queries but no keys still owns one row, which writes zeros.
     num_chunks = tl.maximum(tl.cdiv(span, chunk), 1)
     items = tiles * num_chunks
@@ -230,14 +279,16 @@ def plan_attention(
     num_reqs = seq_lens.shape[0]
     if num_reqs > geometry.max_reqs:
         raise ValueError(f"{num_reqs} requests exceed the geometry's {geometry.max_reqs}")
-    _attention_plan_kernel[(num_reqs,)](
+    attention_plan_kernel[(num_reqs,)](
         plan,
         query_start_loc,
         seq_lens,
         num_reqs,
         geometry.max_items,
-        TARGET=geometry.target,
+        SLOTS=geometry.slots,
+        MAX_PARTIALS=geometry.max_partials,
         MIN_CHUNK=geometry.min_chunk_blocks,
+        OVERHEAD=geometry.launch.overhead_blocks,
         TILE_TOKENS=geometry.tile_tokens,
         BLOCK_N=geometry.launch.block_n,
         CAUSAL=shape.causal,
@@ -245,5 +296,5 @@ def plan_attention(
         PLAN_WIDTH=PLAN_WIDTH,
         BLOCK_R=triton.next_power_of_2(num_reqs),
         BLOCK_I=32,
-        num_warps=1 if num_reqs <= 128 else 4,
+        num_warps=1 if num_reqs <= 16 else 4 if num_reqs <= 128 else 8,
     )

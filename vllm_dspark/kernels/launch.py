@@ -56,8 +56,9 @@ class AttentionLaunch:
     num_warps: int
     num_stages: int
     blocks_per_sm: int  # resident blocks the tile is sized for
-    waves: int = 2  # work items aimed at, in full waves of resident blocks
-    min_chunk: int = 256  # keys below which a KV chunk is not worth its partial result
+    waves: int = 4  # partial results there is room for, in full waves of resident blocks
+    min_chunk: int = 64  # keys below which a KV chunk is not worth its partial result
+    overhead_blocks: float = 2.0  # cost of a work item besides its keys, in key blocks
 
 
 # (query rows up to, head_dim up to) -> launch. First match in this order wins.
@@ -71,18 +72,19 @@ _ATTENTION_SM80: Final[_Table] = (
     (32, 256, AttentionLaunch(32, 4, 3, 1)),
     (64, 128, AttentionLaunch(64, 4, 3, 1)),
     (64, 256, AttentionLaunch(32, 4, 2, 1)),
-    (128, 128, AttentionLaunch(64, 8, 2, 1)),
+    (128, 128, AttentionLaunch(32, 8, 3, 1)),
 )
-# H100/H200. The page lookup takes two of the pipeline's stages, so n stages keep n - 3 key tiles in
-# flight. Two blocks of two 32 KB tiles (K and V, 64 keys of 128) are ~128 KB per SM, where Little's
-# law asks for 30 KB. 128 keys a step at head_dim 64 cost 185 registers and spilled with fp8 keys.
-# 64 rows and more go to wgmma.
+# H100/H200, measured (docs/benchmarks/h200-kernels.md). n stages keep n - 1 key tiles in flight. At
+# head_dim 64 a tile has 64 rows or more (`min_query_rows`): wgmma reads K and V from shared memory
+# and the sums and maxima of a row stay inside a warp, 63 us against 71 for 32 rows of mma.sync
+# (SmolLM2, 128 requests, 2048 keys). At 128, 32 rows of mma.sync were even or ahead, and for 64
+# rows four stages of 32 keys. fp8 keys are widened in registers, for which mma.sync tiles do.
 _ATTENTION_SM90: Final[_Table] = (
-    (32, 64, AttentionLaunch(64, 4, 5, 3)),
-    (32, 128, AttentionLaunch(64, 4, 5, 2)),
-    (32, 256, AttentionLaunch(32, 4, 5, 2)),
-    (64, 64, AttentionLaunch(64, 4, 5, 2)),
-    (64, 128, AttentionLaunch(64, 4, 3, 2)),
+    (32, 64, AttentionLaunch(64, 4, 3, 3)),
+    (32, 128, AttentionLaunch(64, 4, 3, 2)),
+    (32, 256, AttentionLaunch(32, 4, 3, 2)),
+    (64, 64, AttentionLaunch(64, 4, 3, 3)),
+    (64, 128, AttentionLaunch(32, 4, 4, 2)),
     (64, 256, AttentionLaunch(64, 8, 2, 1)),
     (128, 128, AttentionLaunch(64, 8, 3, 1)),
     (128, 256, AttentionLaunch(64, 8, 2, 1)),
@@ -124,6 +126,11 @@ def max_query_rows(arch: int, head_dim: int) -> int:
     return max((rows for rows, dim, _ in _ATTENTION[arch] if head_dim <= dim), default=0)
 
 
+def min_query_rows(arch: int, head_dim: int, cache_bytes: int) -> int:
+    """Fewest query rows of a tile: a wgmma's where sm_90's table says so, else an mma.sync's."""
+    return 64 if arch == 90 and head_dim <= 64 and cache_bytes > 1 else 16
+
+
 def attention_launch(
     arch: int, query_rows: int, head_dim: int, cache_bytes: int = 2
 ) -> AttentionLaunch:
@@ -159,36 +166,45 @@ class DraftLaunch:
         return -(-tiles // per_part)
 
 
-# Bytes of W2 a pipeline stage should hold: 16-32 KB keeps the copy queue of an SM full, and three
-# stages of it leave room for a second block in 227 KB.
-_W2_STAGE_BYTES: Final = {80: 16_384, 90: 32_768, 100: 32_768, 103: 32_768, 120: 8_192}
+# Bytes of W2 a pipeline stage should hold: 32 KB, of which three stages leave room for a second
+# block in 227 KB; sm_120 (never run) has 99 KB.
+_W2_STAGE_BYTES: Final = {80: 32_768, 90: 32_768, 100: 32_768, 103: 32_768, 120: 16_384}
+
+
+# H100/H200, ranks up to 256 in 16 bits, measured at V = 151936 and rank 256.
+_DRAFT_SM90: Final = {
+    8: DraftLaunch(8, 128, 8, 3, 1),
+    16: DraftLaunch(16, 64, 8, 3, 2),
+    32: DraftLaunch(32, 64, 8, 2, 2),
+    64: DraftLaunch(64, 64, 8, 3, 1),
+}
 
 
 def draft_launch(arch: int, num_reqs: int, rank: int, element_size: int) -> DraftLaunch:
     """Launch of the fused drafting head.
 
-    Rows: 16 is the narrowest mma tile, and padding is cheap since the kernel is bound by W2's
-    bytes; from 33 requests on, 64 rows engage wgmma (sm_90) or tcgen05 (sm_100, never run).
-    Columns: what one stage of W2 allows, 32..128. sm_120 (never run) has 99 KB: one block, small
-    stages.
+    Rows: 8 is the narrowest matrix instruction; noise is drawn for padded rows too, so few are
+    wanted. Columns: what one stage of W2 allows, 64 (one wgmma) to 128; 16 to 32 scores per thread.
     """
-    rows = 16 if num_reqs <= 16 else 32 if num_reqs <= 32 else 64
+    rows = 8 if num_reqs <= 8 else 16 if num_reqs <= 16 else 32 if num_reqs <= 32 else 64
     width = 1 << (max(rank, 16) - 1).bit_length()
-    # 64 rows keep 32 KB of latents too: half the stage leaves room for a second block, whose warps
-    # draw noise while the first one's wait for memory.
-    stage_bytes = _W2_STAGE_BYTES[arch] // (2 if rows == 64 else 1)
-    block_v = min(max(stage_bytes // (width * element_size), 32), 128)
-    # 16 noisy scores per thread of 4 warps; 32 need over 240 registers unless wgmma holds the sums.
-    block_v = min(block_v, 64 if rows > 16 else 128)
-    stages = 3 if block_v * width * element_size > 8192 else 4
-    if arch == 120 or width * element_size > 1024:
+    if arch == 90 and width * element_size <= 512:
+        return _DRAFT_SM90[rows]
+    block_v = min(max(_W2_STAGE_BYTES[arch] // (width * element_size), 32), 128)
+    if arch in (90, 100, 103):
+        block_v = max(block_v, 64)
+    if rows > 16:
+        block_v = min(block_v, 64)
+    stages = 3
+    if arch == 120 or width * element_size > 512:
         stages = 2
-    return DraftLaunch(rows, block_v, 4, stages, 1 if arch in (80, 120) else 2)
+    blocks_per_sm = 1 if arch in (80, 120) or rows > 16 else 2
+    return DraftLaunch(rows, block_v, 8 if rows == 64 else 4, stages, blocks_per_sm)
 
 
 def rejection_parts(device: Device, num_reqs: int, num_columns: int, vocab: int) -> int:
-    """Programs that share one row: enough for two waves of four per SM, slices of 4096 or more."""
-    wanted = -(-device.num_sms * 8 // max(num_reqs * num_columns, 1))
+    """Programs that share one row: 16 or more per SM, slices of 4096 or more."""
+    wanted = -(-device.num_sms * 16 // max(num_reqs * num_columns, 1))
     parts = 1
     while parts < wanted and parts < 32 and vocab // (parts * 2) >= 4096:
         parts *= 2

@@ -208,6 +208,7 @@ class TritonDraftOps:
             BLOCK_K=max(triton.next_power_of_2(rank), 16),
             BLOCK_R=launch.block_rows,
             BLOCK_V=launch.block_v,
+            STAGES=launch.num_stages,
             NUM_PARTS=num_parts,
             BLOCK_P=triton.next_power_of_2(num_parts),
             GATHER=gather,

@@ -76,6 +76,7 @@ def sample_column_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     GATHER: tl.constexpr,
@@ -84,12 +85,17 @@ def sample_column_kernel(
     SOFT_CAP: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     part = tl.program_id(1)
+    num_tiles = tl.cdiv(vocab, BLOCK_V)
+    per_part = tl.cdiv(num_tiles, NUM_PARTS)
+    first = part * per_part
+    last = tl.minimum(first + per_part, num_tiles)
+    lanes = tl.arange(0, BLOCK_V)
+    ranks = tl.arange(0, BLOCK_K)
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     slot = tl.load(req_index_ptr + rows, mask=rows < num_reqs, other=-1)
     live = slot >= 0
     half = num_reqs * NUM_PARTS
-    ranks = tl.arange(0, BLOCK_K)
     row64 = rows.to(tl.int64)
     if RANK > 0:
         latent_row = row64
@@ -106,8 +112,8 @@ def sample_column_kernel(
                     out = tokens_ptr + row64 * stride_tok + (column - 1)
                     tl.store(out, latent_row, mask=live)
         latent = tl.load(
-            latent_ptr + latent_row[:, None] * stride_latent + ranks[None, :],
-            mask=live[:, None] & (ranks < RANK)[None, :],
+            latent_ptr + latent_row[None, :] * stride_latent + ranks[:, None],
+            mask=live[None, :] & (ranks < RANK)[:, None],
             other=0.0,
         ).to(w2_ptr.dtype.element_ty)
 
@@ -115,68 +121,61 @@ def sample_column_kernel(
     if SAMPLE:
         temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)
         hot = temperature > 0.0
-        temperature = tl.where(hot, temperature, 1.0)
+        inverse_temperature = 1.0 / tl.where(hot, temperature, 1.0)
         seed = tl.load(seeds_ptr + slot, mask=live, other=0)
         position = tl.load(position_ptr + row64 * stride_pos + column, mask=live, other=0)
         lo, hi = key_words(seed, position, tl.zeros_like(rows) + column, 0)
         cache_row = cache_ptr + slot * stride_cm + column * stride_ck
     base_row = base_ptr + row64 * stride_br + column * stride_bk
 
-    best = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    best_index = tl.full([BLOCK_R], 2147483647, tl.int32)
-    num_tiles = tl.cdiv(vocab, BLOCK_V)
-    per_part = tl.cdiv(num_tiles, NUM_PARTS)
-    first = part * per_part
-    last = tl.minimum(first + per_part, num_tiles)
-    for step in range(first, last):
+    # The vocabulary is the long side of the tile, so that 8 requests fill a matrix instruction and
+    # W2 feeds it from shared memory. Each lane keeps its own best; one reduction ends the part.
+    best = tl.full([BLOCK_V, BLOCK_R], float("-inf"), tl.float32)
+    best_tile = tl.zeros([BLOCK_V, BLOCK_R], tl.int32) + first
+    for step in tl.range(first, last, num_stages=STAGES):
         tile = step
         if BACKWARDS:
             tile = first + last - 1 - step
-        cols = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        cols = tile * BLOCK_V + lanes
         in_vocab = cols < vocab
-        mask = live[:, None] & in_vocab[None, :]
-        logits = tl.load(
-            base_row[:, None] + cols[None, :],
-            mask=mask,
-            other=0.0,
-            eviction_policy="evict_first",
-        ).to(tl.float32)
+        mask = in_vocab[:, None] & live[None, :]
+        # Columns past the vocabulary are -inf from here on.
+        logits = tl.load(base_row[None, :] + cols[:, None], mask=mask, other=float("-inf"))
+        logits = logits.to(tl.float32)
         if SOFT_CAP > 0.0:
-            logits = SOFT_CAP * _tanh(logits / SOFT_CAP)
+            logits = tl.where(mask, SOFT_CAP * _tanh(logits / SOFT_CAP), float("-inf"))
         if RANK > 0:
-            w2 = tl.load(
-                w2_ptr + cols.to(tl.int64)[None, :] * RANK + ranks[:, None],
-                mask=in_vocab[None, :] & (ranks < RANK)[:, None],
-                other=0.0,
-            )
-            logits += tl.dot(latent, w2, input_precision="ieee")
+            w2_mask = in_vocab[:, None]
+            if RANK != BLOCK_K:
+                w2_mask = w2_mask & (ranks < RANK)[None, :]
+            w2_tile = w2_ptr + tile.to(tl.int64) * (BLOCK_V * RANK)
+            w2 = tl.load(w2_tile + lanes[:, None] * RANK + ranks[None, :], mask=w2_mask, other=0.0)
+            logits += tl.dot(w2, latent, input_precision="ieee")
         logits = logits * SCALE
-        # NaN counts as -inf, +inf as the largest float32.
-        logits = tl.where(
-            logits == logits, tl.minimum(logits, 3.4028234663852886e38), float("-inf")
-        )
+        # NaN counts as -inf (the maximum with a number is the number), +inf as the largest float32.
+        logits = tl.minimum(tl.maximum(logits, float("-inf")), 3.4028234663852886e38)
         score = logits
         if SAMPLE:
             target = _to_target(d2t_ptr, cols, in_vocab, HAS_D2T)
             stored = logits.to(cache_ptr.dtype.element_ty)
             tl.store(
-                cache_row[:, None] + target[None, :],
+                cache_row[None, :] + target[:, None],
                 stored,
-                mask=mask & hot[:, None],
+                mask=mask & hot[None, :],
                 eviction_policy="evict_first",
             )
-            noise = gumbel(token_bits(lo[:, None], hi[:, None], target[None, :]))
-            noisy = stored.to(tl.float32) / temperature[:, None] + noise
-            score = tl.where(hot[:, None], noisy, logits)
-        score = tl.where(in_vocab[None, :], score, float("-inf"))
-        tile_best = tl.max(score, 1)
-        tile_index = tl.min(tl.where(score == tile_best[:, None], cols[None, :], 2147483647), 1)
-        better = (tile_best > best) | ((tile_best == best) & (tile_index < best_index))
-        best = tl.where(better, tile_best, best)
-        best_index = tl.where(better, tile_index, best_index)
+            noise = gumbel(token_bits(lo[None, :], hi[None, :], target[:, None]))
+            noisy = stored.to(tl.float32) * inverse_temperature[None, :] + noise
+            score = tl.where(hot[None, :], noisy, logits)
+        # Of equal scores the lowest id: the later tile of a backward walk, else the earlier.
+        better = score >= best if BACKWARDS else score > best
+        best = tl.where(better, score, best)
+        best_tile = tl.where(better, tile, best_tile)
+    row_best = tl.max(best, 0)
+    ids = tl.where(best == row_best[None, :], best_tile * BLOCK_V + lanes[:, None], 2147483647)
     offset = (column % 2) * half + rows * NUM_PARTS + part
-    tl.store(value_ptr + offset, best, mask=rows < num_reqs)
-    tl.store(index_ptr + offset, best_index, mask=rows < num_reqs)
+    tl.store(value_ptr + offset, row_best, mask=rows < num_reqs)
+    tl.store(index_ptr + offset, tl.min(ids, 0), mask=rows < num_reqs)
 
 
 @triton.jit(do_not_specialize=["column"])

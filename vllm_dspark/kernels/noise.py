@@ -2,7 +2,8 @@
 
 No generator state exists, so a request's draws do not depend on its batch, on padding or on what
 was scheduled beside it. Every implementation (this torch one, numba in ``cpu/``, Triton) produces
-the same 32 bits for a key; the floating-point functions of those bits may differ by a few ulp.
+the same 32 bits for a key; the floating-point functions of those bits may differ by a few ulp, or
+by 2**-21 where their value is near zero (the device's fast logarithm).
 
 Key
     seed      int64, the request's seed

@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+# The interpreter has no inline assembly. Read when kernels are decorated, as triton.jit does.
+_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def _fmix(h):
@@ -48,10 +51,24 @@ def token_bits(lo, hi, token):
 @triton.jit
 def uniform(bits):
     """float32 in [2**-33, 1 - 2**-24]."""
+    # 0x4B000000 is 2**23, whose last place is one: a 16-bit integer in the low bits is added to it,
+    # and subtracting 2**23 again leaves that integer, without the conversion unit's quarter rate.
+    high = ((bits >> 16) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    low = ((bits & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388607.5
     # Both products are exact, so a fused multiply-add rounds the sum just as once.
-    high = (bits >> 16).to(tl.float32) * 1.52587890625e-05
-    low = ((bits & 0xFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    return tl.minimum(high + low, 0.999999940395355224609375)
+    value = high * 1.52587890625e-05 + low * 2.3283064365386963e-10
+    return tl.minimum(value, 0.999999940395355224609375)
+
+
+@triton.jit
+def fast_log(x):
+    """Natural logarithm of a normal positive float32, within 2**-22 absolute or relative."""
+    if _COMPILED:
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return log2 * 0.6931471805599453
+    return tl.log(x)
 
 
 @triton.jit
@@ -63,5 +80,5 @@ def gumbel(bits):
     p = v * p + 0.3333333333333333
     p = v * p + 0.5
     series = v * (v * p + 1.0)
-    exponential = tl.where(v < 0.0625, series, -tl.log(1.0 - v))
-    return -tl.log(exponential)
+    exponential = tl.where(v < 0.0625, series, -fast_log(1.0 - v))
+    return -fast_log(exponential)

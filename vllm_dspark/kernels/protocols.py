@@ -109,7 +109,9 @@ class RejectBatch:
     which is the input of row j+1, and the last row gives the bonus token.
     """
 
-    # [N, V] float32, temperature, penalties, masks, top-k and top-p already applied
+    # [N, V] float32, or (Triton kernels) as the model gave them, bfloat16 or float16 where nothing
+    # had to be applied: widened as they are read;
+    # temperature, penalties, masks, top-k and top-p already applied
     target_logits: torch.Tensor
     # [M, K, V_c] as written by drafting, before temperature; None: drafts were argmaxes.
     # V_c < V: the missing columns were never drafted. V_c > V: drafts at ids >= V are rejected.

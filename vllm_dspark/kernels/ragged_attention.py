@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 
 from vllm_dspark.kernels.attention_plan import (
     PLAN_WIDTH,
@@ -30,237 +29,14 @@ from vllm_dspark.kernels.attention_plan import (
     attention_geometry,
     plan_attention,
 )
+from vllm_dspark.kernels.dependent import dependent_launches
 from vllm_dspark.kernels.launch import AttentionLaunch, describe_device
+from vllm_dspark.kernels.ragged_attention_kernels import (
+    merge_partials_kernel,
+    ragged_attention_kernel,
+)
 
-LOG2E = 1.4426950408889634
-_MERGE_CHUNKS = 8  # partial results a merge program reads at once
-
-
-@triton.jit
-def _tanh(x):
-    # exp2 saturates to 0 and inf, where this is exactly -1 and 1.
-    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
-
-
-@triton.jit
-def _key_offsets(
-    table_ptr, keys, valid, stride_kb, stride_ks, PAGE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Element offset of each key's row in the cache, for one request's block table."""
-    if PAGE % BLOCK_N == 0:
-        first = tl.min(keys, 0)
-        page = tl.load(table_ptr + first // PAGE).to(tl.int64)
-        return page * stride_kb + (keys % PAGE).to(tl.int64) * stride_ks
-    page = tl.load(table_ptr + keys // PAGE, mask=valid, other=0).to(tl.int64)
-    return page * stride_kb + (keys % PAGE).to(tl.int64) * stride_ks
-
-
-@triton.jit
-def _ragged_attention_kernel(
-    # [num_tokens, num_heads, head_dim]
-    out_ptr,
-    # [num_tokens, num_heads, head_dim]
-    q_ptr,
-    # [num_blocks, block_size, num_kv_heads, head_dim]
-    k_ptr,
-    # same shape and strides as k
-    v_ptr,
-    # [num_reqs, max_blocks] int32
-    table_ptr,
-    # [1 + max_items + max_merges, PLAN_WIDTH] int32
-    plan_ptr,
-    # [max_partials, num_kv_heads, TILE_ROWS, head_dim] float32
-    partial_ptr,
-    # [max_partials, num_kv_heads, TILE_ROWS] float32, base-2 log-sum-exp
-    lse_ptr,
-    # [num_heads] float32, read if HAS_SINKS
-    sinks_ptr,
-    # [1] float32 each, read if QUANTIZED
-    k_scale_ptr,
-    v_scale_ptr,
-    scale,
-    stride_ot,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_table,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    PLAN_WIDTH: tl.constexpr,
-):
-    item = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    if item >= tl.load(plan_ptr):
-        return
-    row_ptr = plan_ptr + (1 + item) * PLAN_WIDTH
-    req = tl.load(row_ptr)
-    if req < 0:
-        return
-    first_token = tl.load(row_ptr + 1)
-    num_tokens = tl.load(row_ptr + 2)
-    first_position = tl.load(row_ptr + 3)
-    num_keys = tl.load(row_ptr + 4)
-    block_begin = tl.load(row_ptr + 5)
-    block_end = tl.load(row_ptr + 6)
-    chunk = tl.load(row_ptr + 7)
-    num_chunks = tl.load(row_ptr + 8)
-    slot = tl.load(row_ptr + 9)
-
-    rows = tl.arange(0, TILE_ROWS)
-    token = rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
-    live = token < num_tokens
-    position = first_position + token
-    dims = tl.arange(0, BLOCK_D)
-    in_dim = dims < HEAD_DIM
-    row_mask = live[:, None] & in_dim[None, :]
-    token_row = (first_token + token).to(tl.int64)
-    q = tl.load(
-        q_ptr + token_row[:, None] * stride_qt + head[:, None] * stride_qh + dims[None, :],
-        mask=row_mask,
-        other=0.0,
-    )
-
-    k_scale = 1.0
-    if QUANTIZED:
-        k_scale = tl.load(k_scale_ptr)
-    score_scale = scale * k_scale
-    top = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_ROWS], tl.float32)
-    if HAS_SINKS:
-        # The sink is a key of its own: it belongs to exactly one chunk of the tile.
-        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-        top = tl.where(chunk == 0, sink, top)
-        total = tl.where(chunk == 0, 1.0, total)
-    acc = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
-
-    table_row = table_ptr + req.to(tl.int64) * stride_table
-    k_head = k_ptr + kv_head.to(tl.int64) * stride_kh
-    v_head = v_ptr + kv_head.to(tl.int64) * stride_kh
-    for block in range(block_begin, block_end):
-        keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        valid = keys < num_keys
-        offsets = _key_offsets(table_row, keys, valid, stride_kb, stride_ks, PAGE, BLOCK_N)
-        k = tl.load(
-            k_head + offsets[None, :] + dims[:, None],
-            mask=valid[None, :] & in_dim[:, None],
-            other=0.0,
-        )
-        scores = tl.dot(q, k.to(q.dtype)) * score_scale
-        if SOFT_CAP > 0.0:
-            scores = SOFT_CAP * _tanh(scores / SOFT_CAP)
-        scores = scores * 1.4426950408889634
-        seen = valid[None, :]
-        if CAUSAL:
-            seen = seen & (keys[None, :] <= position[:, None])
-            if WINDOW > 0:
-                seen = seen & (keys[None, :] > position[:, None] - WINDOW)
-        elif WINDOW > 0:
-            seen = seen & (tl.abs(keys[None, :] - position[:, None]) < WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(top - base)
-        total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
-        v = tl.load(
-            v_head + offsets[:, None] + dims[None, :],
-            mask=valid[:, None] & in_dim[None, :],
-            other=0.0,
-        )
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc)
-        top = new_top
-
-    v_scale = 1.0
-    if QUANTIZED:
-        v_scale = tl.load(v_scale_ptr)
-    empty = total == 0.0
-    acc = acc * (v_scale / tl.where(empty, 1.0, total))[:, None]
-    if num_chunks <= 1:
-        out_row = out_ptr + token_row[:, None] * stride_ot + head[:, None] * HEAD_DIM
-        tl.store(out_row + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=row_mask)
-    else:
-        part = ((slot + chunk).to(tl.int64) * tl.num_programs(1) + kv_head) * TILE_ROWS + rows
-        tl.store(partial_ptr + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=row_mask)
-        lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
-        tl.store(lse_ptr + part, lse, mask=live)
-
-
-@triton.jit
-def _merge_partials_kernel(
-    # [num_tokens, num_heads, head_dim]
-    out_ptr,
-    # [1 + max_items + max_merges, PLAN_WIDTH] int32
-    plan_ptr,
-    # [max_partials, num_kv_heads, TILE_ROWS, head_dim] float32
-    partial_ptr,
-    # [max_partials, num_kv_heads, TILE_ROWS] float32
-    lse_ptr,
-    max_items,
-    stride_ot,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PLAN_WIDTH: tl.constexpr,
-):
-    merge = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    if merge >= tl.load(plan_ptr + 1):
-        return
-    row_ptr = plan_ptr + (1 + max_items + merge) * PLAN_WIDTH
-    first_token = tl.load(row_ptr)
-    num_tokens = tl.load(row_ptr + 1)
-    num_chunks = tl.load(row_ptr + 2)
-    slot = tl.load(row_ptr + 3).to(tl.int64)
-    rows = tl.program_id(2) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
-    # num_chunks == 1: the tile's only chunk has written the output itself.
-    if (num_chunks <= 1) | (tl.program_id(2) * MERGE_ROWS >= num_tokens * GROUP):
-        return
-    token = rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
-    live = token < num_tokens
-    dims = tl.arange(0, BLOCK_D)
-    in_dim = dims < HEAD_DIM
-    top = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([MERGE_ROWS], tl.float32)
-    acc = tl.zeros([MERGE_ROWS, BLOCK_D], tl.float32)
-    for first in range(0, num_chunks, CHUNKS):
-        chunks = first + tl.arange(0, CHUNKS)
-        mask = (chunks < num_chunks)[:, None] & live[None, :]
-        part = ((slot + chunks) * tl.num_programs(1) + kv_head)[:, None] * TILE_ROWS + rows[None, :]
-        lse = tl.load(lse_ptr + part, mask=mask, other=float("-inf"))
-        values = tl.load(
-            partial_ptr + part[:, :, None] * HEAD_DIM + dims[None, None, :],
-            mask=mask[:, :, None] & in_dim[None, None, :],
-            other=0.0,
-        )
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(lse - base[None, :])
-        decay = tl.exp2(top - base)
-        total = total * decay + tl.sum(weights, 0)
-        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * values, 0)
-        top = new_top
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    token_row = (first_token + token).to(tl.int64)
-    out_row = out_ptr + token_row[:, None] * stride_ot + head[:, None] * HEAD_DIM
-    mask = live[:, None] & in_dim[None, :]
-    tl.store(out_row + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+_MERGE_VALUES = 32  # rows of partial results that a merge program reads at once
 
 
 def ragged_attention(
@@ -288,7 +64,8 @@ def ragged_attention(
     group, head_dim = shape.group, shape.head_dim
     block_d = max(triton.next_power_of_2(head_dim), 16)
     unused = workspace.lse
-    _ragged_attention_kernel[(geometry.max_items, shape.num_kv_heads)](
+    dependent = dependent_launches(q.device)
+    ragged_attention_kernel[(geometry.max_items, shape.num_kv_heads)](
         out,
         q,
         k_cache,
@@ -323,10 +100,15 @@ def ragged_attention(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    used_rows = geometry.tile_tokens * group
-    # Few tiles: one row per program for parallelism. Many: four, to launch fewer empty programs.
-    merge_rows = 1 if geometry.max_merges * shape.num_kv_heads * used_rows <= 4096 else 4
-    _merge_partials_kernel[
+    used_rows = min(geometry.max_query_len, geometry.tile_tokens) * group
+    # About a thousand programs; a program of one row reads many partial results at once, so that a
+    # long context split over every SM is merged in few rounds.
+    merge_rows = 1
+    while (
+        merge_rows < 8 and geometry.max_merges * shape.num_kv_heads * used_rows > 1024 * merge_rows
+    ):
+        merge_rows *= 2
+    merge_partials_kernel[
         (geometry.max_merges, shape.num_kv_heads, triton.cdiv(used_rows, merge_rows))
     ](
         out,
@@ -340,10 +122,22 @@ def ragged_attention(
         BLOCK_D=block_d,
         TILE_ROWS=geometry.tile_rows,
         MERGE_ROWS=merge_rows,
-        CHUNKS=_MERGE_CHUNKS,
+        CHUNKS=_MERGE_VALUES // merge_rows,
         PLAN_WIDTH=PLAN_WIDTH,
+        DEPENDENT=dependent,
         num_warps=4,
+        launch_pdl=dependent,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionScratch:
+    """Partial results; geometries whose launches run one after another share one."""
+
+    # [rows * head_dim] float32
+    partial: torch.Tensor
+    # [rows] float32
+    lse: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,16 +149,40 @@ class AttentionWorkspace:
     lse: torch.Tensor
 
 
-def attention_workspace(
-    shape: AttentionShape, geometry: AttentionGeometry, device: torch.device
-) -> AttentionWorkspace:
-    """Allocates the buffers; once, outside any capture."""
-    rows = geometry.max_partials * shape.num_kv_heads * geometry.tile_rows
-    return AttentionWorkspace(
-        plan=torch.zeros(geometry.plan_rows, PLAN_WIDTH, dtype=torch.int32, device=device),
-        partial=torch.empty(rows * shape.head_dim, dtype=torch.float32, device=device),
+def _allocate_scratch(rows: int, head_dim: int, device: torch.device) -> AttentionScratch:
+    return AttentionScratch(
+        partial=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
         lse=torch.empty(rows, dtype=torch.float32, device=device),
     )
+
+
+def shared_scratch(shape: AttentionShape, device: torch.device) -> AttentionScratch:
+    """Scratch that any geometry of `shape` on `device` fits into."""
+    described = describe_device(device)
+    rows = max(
+        geometry.max_partials * geometry.tile_rows
+        for geometry in (
+            attention_geometry(shape, 1, length, length, described)
+            for length in (1 << bit for bit in range(10))
+        )
+    )
+    return _allocate_scratch(rows * shape.num_kv_heads, shape.head_dim, device)
+
+
+def attention_workspace(
+    shape: AttentionShape,
+    geometry: AttentionGeometry,
+    device: torch.device,
+    scratch: AttentionScratch | None = None,
+) -> AttentionWorkspace:
+    """Allocates what `scratch` does not give; once, outside any capture."""
+    rows = geometry.max_partials * shape.num_kv_heads * geometry.tile_rows
+    if scratch is None:
+        scratch = _allocate_scratch(rows, shape.head_dim, device)
+    if scratch.lse.numel() < rows:
+        raise ValueError(f"scratch of {scratch.lse.numel()} rows; this geometry needs {rows}")
+    plan = torch.zeros(geometry.plan_rows, PLAN_WIDTH, dtype=torch.int32, device=device)
+    return AttentionWorkspace(plan, scratch.partial, scratch.lse)
 
 
 class RaggedAttention:
@@ -379,13 +197,14 @@ class RaggedAttention:
         device: torch.device,
         scale: float | None = None,
         launch: AttentionLaunch | None = None,
+        scratch: AttentionScratch | None = None,
     ) -> None:
         self.shape = shape
         self.scale = 1.0 / math.sqrt(shape.head_dim) if scale is None else scale
         self.geometry = attention_geometry(
             shape, max_reqs, max_tokens, max_query_len, describe_device(device), launch
         )
-        self.workspace = attention_workspace(shape, self.geometry, device)
+        self.workspace = attention_workspace(shape, self.geometry, device, scratch)
 
     def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Builds the work list on the device from this step's lengths."""

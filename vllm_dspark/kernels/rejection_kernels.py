@@ -1,65 +1,55 @@
-"""Device side of ragged rejection (``rejection.py`` says what the launches do together)."""
+"""Device side of ragged rejection (``rejection.py`` says what the launches do together).
+
+Sizes: R requests, J = K + 1 columns, S parts of the vocabulary, N rows, M slots. Arguments that
+several kernels take:
+    target_ptr       [N, V] float32, float16 or bfloat16
+    draft_ptr        [M, K, V_c]
+    tokens_ptr       [N] input tokens
+    cu_ptr           [R + 1] int32
+    pos_ptr          [N] int64
+    mapping_ptr      [R]
+    temperature_ptr  [M] float32
+    seeds_ptr        [M] int64
+    stats_ptr        [4, R, J, S] float32: target maximum and sum, draft maximum and sum
+    argmax_ptr       [R, J, S] int32, of requests at temperature 0
+    rows_ptr         [5, R, J] float32, block only: target top, inverse sum, draft top, inverse sum,
+                     joint ratio
+    length_ptr       [R] int32, block only: drafts that can be judged
+    mass_ptr         [R, J, S] float32, block only: parts of sum(max(ratio p - q, 0))
+"""
 
 import triton
 import triton.language as tl
 
-from vllm_dspark.kernels.noise_device import gumbel, key_words, token_bits, uniform
+from vllm_dspark.kernels.dependent import launch_next, wait_previous
+from vllm_dspark.kernels.rejection_block import judge_block
+from vllm_dspark.kernels.rejection_device import (
+    accept_uniforms,
+    at_column,
+    draw_from_residual,
+    draw_from_target,
+    judge_greedy,
+    part_of,
+    prefix_length,
+    resample_words,
+    row_argmax,
+    row_sum,
+    window_probabilities,
+)
 
-_INT_MAX = tl.constexpr(2147483647)
-_ACCEPT = tl.constexpr(1)
-_RESAMPLE = tl.constexpr(2)
-
-
-@triton.jit
-def _clean(logits):
-    """NaN counts as -inf, +inf as the largest float32."""
-    bounded = tl.minimum(logits, 3.4028234663852886e38)
-    return tl.where(logits == logits, bounded, float("-inf"))
-
-
-@triton.jit
-def _mass(logits, top, inverse_sum):
-    """exp(logits - top) * inverse_sum; 0 for a row without finite logits (inverse_sum 0)."""
-    return tl.exp(logits - tl.where(top == float("-inf"), 0.0, top)) * inverse_sum
-
-
-@triton.jit
-def _row_sum(row_ptr, first, last, divisor, BLOCK_V: tl.constexpr):
-    """(maximum, sum of exponentials relative to it, lowest argmax) of a slice of one row."""
-    top = tl.full([], float("-inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
-    index = tl.full([], 2147483647, tl.int32)
-    for base in range(first, last, BLOCK_V):
-        cols = base + tl.arange(0, BLOCK_V)
-        mask = cols < last
-        values = tl.load(row_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
-        values = _clean(values / divisor)
-        tile_top = tl.max(values, 0)
-        tile_index = tl.min(tl.where((values == tile_top) & mask, cols, 2147483647), 0)
-        # Tiles ascend, so an equal maximum keeps the lower index; -inf never replaces the first.
-        index = tl.where((tile_top > top) | (index == 2147483647), tile_index, index)
-        new_top = tl.maximum(top, tile_top)
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp(top - shift) + tl.sum(tl.exp(values - shift), 0)
-        top = new_top
-    return top, total, index
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def row_stats_kernel(
-    # [4, R, J, S] float32: target maximum and sum, draft maximum and sum
     stats_ptr,
-    # [R, J, S] int32
     argmax_ptr,
-    # [N, V] float32
+    # [R] int32, zeroed
+    done_ptr,
     target_ptr,
-    # [M, K, V_c]
     draft_ptr,
-    # [R + 1] int32
     cu_ptr,
-    # [R]
     mapping_ptr,
-    # [M] float32
     temperature_ptr,
     vocab,
     draft_vocab,
@@ -67,79 +57,103 @@ def row_stats_kernel(
     stride_dm,
     stride_dk,
     HAS_DRAFT: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    """Launch 1: what each slice of each row contributes to its maximum, sum and argmax."""
+    launch_next(DEPENDENT)
     req, column, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_parts = tl.num_programs(2)
     start, end = tl.load(cu_ptr + req), tl.load(cu_ptr + req + 1)
     row = start + column
     if row >= end:
         return
+    if (column == 0) & (part == 0):
+        tl.store(done_ptr + req, 0)
+    slot = tl.load(mapping_ptr + req).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot)
     at = (req * tl.num_programs(1) + column) * num_parts + part
     plane = tl.num_programs(0) * tl.num_programs(1) * num_parts
-    width = tl.cdiv(tl.cdiv(vocab, num_parts), 16) * 16
-    first = part * width
+    first, last = part_of(vocab, part, num_parts)
     target_row = target_ptr + row.to(tl.int64) * stride_target
-    top, total, index = _row_sum(target_row, first, tl.minimum(first + width, vocab), 1.0, BLOCK_V)
-    tl.store(stats_ptr + at, top)
-    tl.store(stats_ptr + plane + at, total)
-    tl.store(argmax_ptr + at, index)
-    if HAS_DRAFT:
-        slot = tl.load(mapping_ptr + req).to(tl.int64)
-        temperature = tl.load(temperature_ptr + slot)
-        if (temperature > 0.0) & (row + 1 < end):
-            width = tl.cdiv(tl.cdiv(draft_vocab, num_parts), 16) * 16
-            first = part * width
-            top, total, index = _row_sum(
-                draft_ptr + slot * stride_dm + column * stride_dk,
-                first,
-                tl.minimum(first + width, draft_vocab),
-                temperature,
-                BLOCK_V,
-            )
-            tl.store(stats_ptr + 2 * plane + at, top)
-            tl.store(stats_ptr + 3 * plane + at, total)
+    if temperature == 0.0:
+        top, index = row_argmax(target_row, first, last, GROUPS, LANES)
+        tl.store(stats_ptr + at, top)
+        tl.store(argmax_ptr + at, index)
+    else:
+        top, total = row_sum(target_row, first, last, _LOG2E, GROUPS, LANES)
+        tl.store(stats_ptr + at, top)
+        tl.store(stats_ptr + plane + at, total)
+        if HAS_DRAFT:  # noqa: SIM102 - known when compiled, the next when run
+            if row + 1 < end:
+                first, last = part_of(draft_vocab, part, num_parts)
+                draft_row = draft_ptr + slot * stride_dm + column * stride_dk
+                top, total = row_sum(draft_row, first, last, _LOG2E / temperature, GROUPS, LANES)
+                tl.store(stats_ptr + 2 * plane + at, top)
+                tl.store(stats_ptr + 3 * plane + at, total)
 
 
 @triton.jit
-def _combine(stats_ptr, at, plane, mask):
-    """Maximum and inverse sum of rows from their parts; inverse 0 where nothing is finite."""
-    top = tl.load(stats_ptr + at, mask=mask, other=float("-inf"))
-    total = tl.load(stats_ptr + plane + at, mask=mask, other=0.0)
-    row_top = tl.max(top, 1)
-    shift = tl.where(row_top == float("-inf"), 0.0, row_top)
-    row_sum = tl.sum(total * tl.exp(top - shift[:, None]), 1)
-    return row_top, tl.where(row_sum > 0.0, 1.0 / tl.where(row_sum > 0.0, row_sum, 1.0), 0.0)
-
-
-@triton.jit
-def judge_kernel(
-    # [R] int32 accepted drafts (standard, greedy) or judgeable drafts (block)
-    accepted_ptr,
-    # [R] int64 token after the accepted drafts, written for greedy requests
-    token_ptr,
-    # [5, R, J] float32: target top, inverse sum, draft top, inverse sum, block's joint ratio
-    rows_ptr,
-    # [R] int32: 0 greedy, 1 sample from p, 2 sample from the residual
-    mode_ptr,
-    # [4, R, J, S], [R, J, S]
+def _row_argmaxes(
     stats_ptr,
     argmax_ptr,
-    # [N, V] float32
+    req,
+    num_drafts,
+    NUM_DRAFTS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """[J] argmax of each target row of a window, and whether the row has a finite logit."""
+    columns, parts = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_S)
+    at = (req * (NUM_DRAFTS + 1) + columns)[:, None] * NUM_PARTS + parts[None, :]
+    mask = (columns <= num_drafts)[:, None] & (parts < NUM_PARTS)[None, :]
+    tops = tl.load(stats_ptr + at, mask=mask, other=float("-inf"))
+    index = tl.load(argmax_ptr + at, mask=mask, other=2147483647)
+    top = tl.max(tops, 1)
+    return tl.min(tl.where(tops == top[:, None], index, 2147483647), 1), top > float("-inf")
+
+
+@triton.jit
+def _winner(value_ptr, index_ptr, req, num_reqs, NUM_PARTS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Token of the best score over the parts; a residual without any weight falls back to p."""
+    parts = tl.arange(0, BLOCK_S)
+    mask = parts < NUM_PARTS
+    at = req * NUM_PARTS + parts
+    values = tl.load(value_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    if tl.max(values, 0) == float("-inf"):
+        at += num_reqs * NUM_PARTS
+        values = tl.load(value_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    index = tl.load(index_ptr + at, mask=mask, other=2147483647, cache_modifier=".cg")
+    best = tl.max(values, 0)
+    return tl.min(tl.where((values == best) & mask, index, 2147483647), 0).to(tl.int64)
+
+
+@triton.jit
+def resample_kernel(
+    # [R, J] int64, [R] int32 each: the outcome
+    sampled_ptr,
+    num_sampled_ptr,
+    accepted_ptr,
+    verified_ptr,
+    # [2, R, S] float32 and int32: best of the residual, best of p
+    value_ptr,
+    index_ptr,
+    # [R] int32: parts that are done
+    done_ptr,
+    stats_ptr,
+    argmax_ptr,
+    rows_ptr,
+    length_ptr,
+    mass_ptr,
     target_ptr,
-    # [M, K, V_c]
     draft_ptr,
-    # [N] input tokens
     tokens_ptr,
-    # [R + 1] int32
     cu_ptr,
-    # [N] int64
     pos_ptr,
-    # [R]
     mapping_ptr,
-    # [M] float32
     temperature_ptr,
-    # [M] int64
     seeds_ptr,
     # [K] float32
     rates_ptr,
@@ -155,403 +169,111 @@ def judge_kernel(
     BLOCK_METHOD: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_S: tl.constexpr,
-):
-    req = tl.program_id(0)
-    start, end = tl.load(cu_ptr + req), tl.load(cu_ptr + req + 1)
-    if start >= end:
-        return
-    num_drafts = end - start - 1
-    slot = tl.load(mapping_ptr + req).to(tl.int64)
-    temperature = tl.load(temperature_ptr + slot)
-    columns = tl.arange(0, BLOCK_J)
-    parts = tl.arange(0, BLOCK_S)
-    in_window = columns <= num_drafts
-    has_draft = columns < num_drafts
-    row = (start + columns).to(tl.int64)
-    at = (req * (NUM_DRAFTS + 1) + columns)[:, None] * NUM_PARTS + parts[None, :]
-    plane = tl.num_programs(0) * (NUM_DRAFTS + 1) * NUM_PARTS
-    mask = in_window[:, None] & (parts < NUM_PARTS)[None, :]
-    top, inverse = _combine(stats_ptr, at, plane, mask)
-    best = tl.load(stats_ptr + at, mask=mask, other=float("-inf"))
-    index = tl.load(argmax_ptr + at, mask=mask, other=2147483647)
-    argmax = tl.min(tl.where(best == top[:, None], index, 2147483647), 1)
-
-    drafts = tl.load(tokens_ptr + row + 1, mask=has_draft, other=-1).to(tl.int64)
-    known = (drafts >= 0) & (drafts < vocab)
-    seed = tl.load(seeds_ptr + slot)
-    position = tl.load(pos_ptr + row, mask=in_window, other=0)
-    lo, hi = key_words(position * 0 + seed, position, columns, _ACCEPT)
-    u = uniform(token_bits(lo, hi, columns * 0))
-    if SYNTHETIC:
-        rate = tl.load(rates_ptr + columns, mask=columns < NUM_DRAFTS, other=0.0)
-
-    if temperature == 0.0:
-        ok = (drafts == argmax) & (inverse > 0.0)
-        if SYNTHETIC:
-            ok = (u < rate) & known
-        accepted = tl.min(tl.where(has_draft & ok, num_drafts, tl.minimum(columns, num_drafts)), 0)
-        tl.store(accepted_ptr + req, accepted)
-        tl.store(token_ptr + req, tl.sum(tl.where(columns == accepted, argmax, 0), 0).to(tl.int64))
-        tl.store(mode_ptr + req, 0)
-    else:
-        picked = tl.load(
-            target_ptr + row * stride_target + drafts, mask=has_draft & known, other=float("-inf")
-        )
-        p = _mass(_clean(picked), top, inverse)
-        judgeable = has_draft & known
-        rows_at = req * (NUM_DRAFTS + 1) + columns
-        rows_plane = tl.num_programs(0) * (NUM_DRAFTS + 1)
-        tl.store(rows_ptr + rows_at, top, mask=in_window)
-        tl.store(rows_ptr + rows_plane + rows_at, inverse, mask=in_window)
-        if HAS_DRAFT:
-            q_mask = has_draft[:, None] & (parts < NUM_PARTS)[None, :]
-            q_top, q_inverse = _combine(stats_ptr + 2 * plane, at, plane, q_mask)
-            q_row = draft_ptr + slot * stride_dm + columns * stride_dk
-            # An id past the cache's columns was never drafted: weight zero, not its neighbour's.
-            cached = judgeable & (drafts < draft_vocab)
-            picked = tl.load(q_row + drafts, mask=cached, other=float("-inf")).to(tl.float32)
-            q = _mass(_clean(picked / temperature), q_top, q_inverse)
-            judgeable = judgeable & (q_inverse > 0.0)
-            tl.store(rows_ptr + 2 * rows_plane + rows_at, q_top, mask=in_window)
-            tl.store(rows_ptr + 3 * rows_plane + rows_at, q_inverse, mask=in_window)
-        else:
-            q = tl.full([BLOCK_J], 1.0, tl.float32)
-        if BLOCK_METHOD:
-            length = tl.min(tl.where(judgeable, num_drafts, tl.minimum(columns, num_drafts)), 0)
-            ratio = tl.full([], 1.0, tl.float32)
-            for i in tl.static_range(NUM_DRAFTS):
-                p_i = tl.sum(tl.where(columns == i, p, 0.0), 0) * ratio
-                q_i = tl.sum(tl.where(columns == i, q, 0.0), 0)
-                whole = tl.where(p_i > 0.0, 1.0, 0.0)
-                ratio = tl.where(p_i >= q_i, whole, p_i / tl.where(q_i > 0.0, q_i, 1.0))
-                tl.store(rows_ptr + 4 * rows_plane + req * (NUM_DRAFTS + 1) + i + 1, ratio)
-            tl.store(rows_ptr + 4 * rows_plane + req * (NUM_DRAFTS + 1), 1.0)
-            tl.store(accepted_ptr + req, length)
-            tl.store(mode_ptr + req, 1)
-        else:
-            ok = u * q < p
-            if SYNTHETIC:
-                ok = u < rate
-            ok = ok & judgeable
-            accepted = tl.min(tl.where(ok, num_drafts, tl.minimum(columns, num_drafts)), 0)
-            residual = tl.sum(tl.where((columns == accepted) & judgeable, 1, 0), 0)
-            tl.store(rows_ptr + 4 * rows_plane + rows_at, 1.0, mask=in_window)
-            tl.store(accepted_ptr + req, accepted)
-            tl.store(mode_ptr + req, 1 + residual)
-
-
-@triton.jit
-def _weights(
-    target_row,
-    draft_row,
-    cols,
-    mask,
-    draft_vocab,
-    draft,
-    temperature,
-    top,
-    inverse,
-    q_top,
-    q_inverse,
-    HAS_DRAFT: tl.constexpr,
-):
-    """(p, q) of a tile of one row."""
-    target = tl.load(target_row + cols, mask=mask, other=float("-inf"))
-    p = _mass(_clean(target), top, inverse)
-    if HAS_DRAFT:
-        cached = tl.load(draft_row + cols, mask=mask & (cols < draft_vocab), other=float("-inf"))
-        q = _mass(_clean(cached.to(tl.float32) / temperature), q_top, q_inverse)
-    else:
-        q = tl.where(cols == draft, 1.0, 0.0)
-    return p, q
-
-
-@triton.jit
-def block_mass_kernel(
-    # [R, J, S] float32: parts of sum(max(ratio_i * p_i - q_i, 0))
-    mass_ptr,
-    # [5, R, J] float32
-    rows_ptr,
-    # [R] int32 judgeable drafts
-    length_ptr,
-    # [R] int32
-    mode_ptr,
-    # [N, V], [M, K, V_c]
-    target_ptr,
-    draft_ptr,
-    # [N]
-    tokens_ptr,
-    # [R + 1] int32
-    cu_ptr,
-    # [R]
-    mapping_ptr,
-    # [M] float32
-    temperature_ptr,
-    vocab,
-    draft_vocab,
-    stride_target,
-    stride_dm,
-    stride_dk,
-    HAS_DRAFT: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    req, column, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, end = tl.load(cu_ptr + req), tl.load(cu_ptr + req + 1)
-    if start >= end:
-        return
-    if tl.load(mode_ptr + req) == 0:
-        return
-    # Column 0 is never tested (its ratio is 1), the last one is tested by its ratio alone.
-    if (column == 0) | (column >= tl.load(length_ptr + req)):
-        return
-    slot = tl.load(mapping_ptr + req).to(tl.int64)
-    temperature = tl.load(temperature_ptr + slot)
-    at = req * tl.num_programs(1) + column
-    plane = tl.num_programs(0) * tl.num_programs(1)
-    top, inverse = tl.load(rows_ptr + at), tl.load(rows_ptr + plane + at)
-    ratio = tl.load(rows_ptr + 4 * plane + at)
-    q_top, q_inverse = 0.0, 0.0
-    if HAS_DRAFT:
-        q_top, q_inverse = tl.load(rows_ptr + 2 * plane + at), tl.load(rows_ptr + 3 * plane + at)
-    row = (start + column).to(tl.int64)
-    draft = tl.load(tokens_ptr + row + 1)
-    width = tl.cdiv(tl.cdiv(vocab, tl.num_programs(2)), 16) * 16
-    first = part * width
-    last = tl.minimum(first + width, vocab)
-    total = tl.zeros([BLOCK_V], tl.float32)
-    for base in range(first, last, BLOCK_V):
-        cols = base + tl.arange(0, BLOCK_V)
-        p, q = _weights(
-            target_ptr + row * stride_target,
-            draft_ptr + slot * stride_dm + column * stride_dk,
-            cols,
-            cols < last,
-            draft_vocab,
-            draft,
-            temperature,
-            top,
-            inverse,
-            q_top,
-            q_inverse,
-            HAS_DRAFT,
-        )
-        total += tl.maximum(ratio * p - q, 0.0)
-    tl.store(mass_ptr + at * tl.num_programs(2) + part, tl.sum(total, 0))
+    """Last launch: judges the window, draws over a slice; a request's last part writes its outcome.
 
-
-@triton.jit
-def block_judge_kernel(
-    # [R] int32: judgeable drafts, overwritten by accepted drafts
-    accepted_ptr,
-    # [R] int32
-    mode_ptr,
-    # [R, J, S] float32
-    mass_ptr,
-    # [5, R, J] float32
-    rows_ptr,
-    # [R + 1] int32
-    cu_ptr,
-    # [N] int64
-    pos_ptr,
-    # [R]
-    mapping_ptr,
-    # [M] int64
-    seeds_ptr,
-    NUM_DRAFTS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    req = tl.program_id(0)
-    start, end = tl.load(cu_ptr + req), tl.load(cu_ptr + req + 1)
-    if start >= end:
-        return
-    if tl.load(mode_ptr + req) == 0:
-        return
-    length = tl.load(accepted_ptr + req)
-    # Entry i - 1 of these vectors is the test of length i.
-    tests = tl.arange(0, BLOCK_J)
-    parts = tl.arange(0, BLOCK_S)
-    live = tests < length
-    middle = tests + 1 < length
-    rows_at = req * (NUM_DRAFTS + 1) + tests + 1
-    plane = tl.num_programs(0) * (NUM_DRAFTS + 1)
-    ratio = tl.load(rows_ptr + 4 * plane + rows_at, mask=live, other=0.0)
-    mass = tl.sum(
-        tl.load(
-            mass_ptr + rows_at[:, None] * NUM_PARTS + parts[None, :],
-            mask=middle[:, None] & (parts < NUM_PARTS)[None, :],
-            other=0.0,
-        ),
-        1,
-    )
-    rest = mass + 1.0 - ratio
-    inside = tl.where(rest > 0.0, mass / tl.where(rest > 0.0, rest, 1.0), 1.0)
-    h = tl.where(middle, inside, ratio)
-    seed = tl.load(seeds_ptr + tl.load(mapping_ptr + req).to(tl.int64))
-    position = tl.load(pos_ptr + start + tests, mask=live, other=0)
-    lo, hi = key_words(position * 0 + seed, position, tests, _ACCEPT)
-    u = uniform(token_bits(lo, hi, tests * 0))
-    accepted = tl.max(tl.where(live & (u <= h), tests + 1, 0), 0)
-    tl.store(accepted_ptr + req, accepted)
-    tl.store(mode_ptr + req, tl.where(accepted < length, 2, 1))
-
-
-@triton.jit
-def resample_kernel(
-    # [2, R, S] float32: best score from the residual, from p
-    value_ptr,
-    # [2, R, S] int32
-    index_ptr,
-    # [R] int32
-    accepted_ptr,
-    mode_ptr,
-    # [5, R, J] float32
-    rows_ptr,
-    # [N, V], [M, K, V_c]
-    target_ptr,
-    draft_ptr,
-    # [N]
-    tokens_ptr,
-    # [R + 1] int32
-    cu_ptr,
-    # [N] int64
-    pos_ptr,
-    # [R]
-    mapping_ptr,
-    # [M] float32, [M] int64
-    temperature_ptr,
-    seeds_ptr,
-    vocab,
-    draft_vocab,
-    stride_target,
-    stride_dm,
-    stride_dk,
-    NUM_DRAFTS: tl.constexpr,
-    HAS_DRAFT: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    Every part judges anew: a few kilobytes from L2 cost less than a launch of their own.
+    """
+    wait_previous(DEPENDENT)
     req, part = tl.program_id(0), tl.program_id(1)
-    start, end = tl.load(cu_ptr + req), tl.load(cu_ptr + req + 1)
-    if start >= end:
-        return
-    mode = tl.load(mode_ptr + req)
-    if mode == 0:
-        return
-    slot = tl.load(mapping_ptr + req).to(tl.int64)
-    temperature = tl.load(temperature_ptr + slot)
-    column = tl.load(accepted_ptr + req)
-    at = req * (NUM_DRAFTS + 1) + column
-    plane = tl.num_programs(0) * (NUM_DRAFTS + 1)
-    top, inverse = tl.load(rows_ptr + at), tl.load(rows_ptr + plane + at)
-    row = (start + column).to(tl.int64)
-    ratio, draft = 1.0, -1
-    q_top, q_inverse = float("-inf"), 0.0
-    if mode == 2:
-        ratio = tl.load(rows_ptr + 4 * plane + at)
-        draft = tl.load(tokens_ptr + row + 1).to(tl.int32)
-        if HAS_DRAFT:
-            q_top = tl.load(rows_ptr + 2 * plane + at)
-            q_inverse = tl.load(rows_ptr + 3 * plane + at)
-    lo, hi = key_words(tl.load(seeds_ptr + slot), tl.load(pos_ptr + row), column, _RESAMPLE)
-    width = tl.cdiv(tl.cdiv(vocab, tl.num_programs(1)), 16) * 16
-    first = part * width
-    last = tl.minimum(first + width, vocab)
-    # The last row has no draft column; the pointer is clamped, the mask reads nothing from it.
-    draft_row = draft_ptr + slot * stride_dm + tl.minimum(column, NUM_DRAFTS - 1) * stride_dk
-    limit = tl.where(mode == 2, draft_vocab, 0)
-    best, best_p = tl.full([], float("-inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
-    index, index_p = tl.full([], 2147483647, tl.int32), tl.full([], 2147483647, tl.int32)
-    for base in range(first, last, BLOCK_V):
-        cols = base + tl.arange(0, BLOCK_V)
-        mask = cols < last
-        p, q = _weights(
-            target_ptr + row * stride_target,
-            draft_row,
-            cols,
-            mask,
-            limit,
-            draft,
-            temperature,
-            top,
-            inverse,
-            q_top,
-            q_inverse,
-            HAS_DRAFT,
-        )
-        noise = gumbel(token_bits(lo, hi, cols))
-        weight = tl.where(mask, tl.maximum(ratio * p - q, 0.0), 0.0)
-        score = tl.where(weight > 0.0, tl.log(weight) + noise, float("-inf"))
-        tile = tl.max(score, 0)
-        tile_index = tl.min(tl.where((score == tile) & mask, cols, 2147483647), 0)
-        index = tl.where((tile > best) | (index == 2147483647), tile_index, index)
-        best = tl.maximum(best, tile)
-        score = tl.where(mask & (p > 0.0), tl.log(p) + noise, float("-inf"))
-        tile = tl.max(score, 0)
-        tile_index = tl.min(tl.where((score == tile) & mask, cols, 2147483647), 0)
-        index_p = tl.where((tile > best_p) | (index_p == 2147483647), tile_index, index_p)
-        best_p = tl.maximum(best_p, tile)
-    out = req * tl.num_programs(1) + part
-    half = tl.num_programs(0) * tl.num_programs(1)
-    tl.store(value_ptr + out, best)
-    tl.store(index_ptr + out, index)
-    tl.store(value_ptr + half + out, best_p)
-    tl.store(index_ptr + half + out, index_p)
-
-
-@triton.jit
-def outcome_kernel(
-    # [R, K + 1] int64
-    sampled_ptr,
-    # [R] int32 each
-    num_sampled_ptr,
-    accepted_out_ptr,
-    verified_ptr,
-    # [R] int32, [R] int64, [R] int32
-    accepted_ptr,
-    token_ptr,
-    mode_ptr,
-    # [2, R, S]
-    value_ptr,
-    index_ptr,
-    # [N]
-    tokens_ptr,
-    # [R + 1] int32
-    cu_ptr,
-    NUM_DRAFTS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    req = tl.program_id(0)
+    num_reqs = tl.num_programs(0)
     start, end = tl.load(cu_ptr + req), tl.load(cu_ptr + req + 1)
     columns = tl.arange(0, BLOCK_J)
     out = sampled_ptr + req.to(tl.int64) * (NUM_DRAFTS + 1) + columns
     in_row = columns <= NUM_DRAFTS
     if start >= end:
-        tl.store(out, tl.full([BLOCK_J], -1, tl.int64), mask=in_row)
-        tl.store(num_sampled_ptr + req, 0)
-        tl.store(accepted_out_ptr + req, 0)
-        tl.store(verified_ptr + req, 0)
+        if part == 0:
+            tl.store(out, tl.full([BLOCK_J], -1, tl.int64), mask=in_row)
+            tl.store(num_sampled_ptr + req, 0)
+            tl.store(accepted_ptr + req, 0)
+            tl.store(verified_ptr + req, 0)
+        return
+    num_drafts = end - start - 1
+    slot = tl.load(mapping_ptr + req).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot)
+    seed = tl.load(seeds_ptr + slot)
+    in_window = columns <= num_drafts
+    position = tl.load(pos_ptr + start + columns, mask=in_window, other=0)
+    drafts = tl.load(tokens_ptr + start + columns + 1, mask=columns < num_drafts, other=-1)
+    drafts = drafts.to(tl.int64)
+    u = accept_uniforms(seed, position, columns)
+    is_last = part == 0
+    if temperature == 0.0:
+        argmax, has_finite = _row_argmaxes(
+            stats_ptr, argmax_ptr, req, num_drafts, NUM_DRAFTS, NUM_PARTS, BLOCK_J, BLOCK_S
+        )
+        accepted, token32 = judge_greedy(
+            drafts, argmax, has_finite, u, rates_ptr, columns, num_drafts, vocab, SYNTHETIC
+        )
+        token = token32.to(tl.int64)
     else:
-        accepted = tl.load(accepted_ptr + req)
-        token = tl.load(token_ptr + req)
-        if tl.load(mode_ptr + req) != 0:
-            parts = tl.arange(0, BLOCK_S)
-            mask = parts < NUM_PARTS
-            at = req * NUM_PARTS + parts
-            half = tl.num_programs(0) * NUM_PARTS
-            value = tl.load(value_ptr + at, mask=mask, other=float("-inf"))
-            # A residual without any weight falls back to p.
-            if tl.max(value, 0) == float("-inf"):
-                at += half
-                value = tl.load(value_ptr + at, mask=mask, other=float("-inf"))
-            index = tl.load(index_ptr + at, mask=mask, other=2147483647)
-            winners = tl.where((value == tl.max(value, 0)) & mask, index, 2147483647)
-            token = tl.min(winners, 0).to(tl.int64)
-        drafts = tl.load(tokens_ptr + start + 1 + columns, mask=columns < accepted, other=-1)
-        row = tl.where(columns == accepted, token, drafts.to(tl.int64))
-        tl.store(out, row, mask=in_row)
+        draft_factor = _LOG2E / temperature
+        if BLOCK_METHOD:
+            length = tl.load(length_ptr + req)
+            accepted = judge_block(
+                mass_ptr, rows_ptr, req, num_reqs, length, u, NUM_DRAFTS, NUM_PARTS, BLOCK_J,
+                BLOCK_S,
+            )  # fmt: skip
+            residual = accepted < length
+            rows_at = req * (NUM_DRAFTS + 1) + accepted
+            plane = num_reqs * (NUM_DRAFTS + 1)
+            top, inverse = tl.load(rows_ptr + rows_at), tl.load(rows_ptr + plane + rows_at)
+            q_top = tl.load(rows_ptr + 2 * plane + rows_at)
+            q_inverse = tl.load(rows_ptr + 3 * plane + rows_at)
+            ratio = tl.load(rows_ptr + 4 * plane + rows_at)
+        else:
+            p, q, judgeable, tops, inverses, q_tops, q_inverses = window_probabilities(
+                stats_ptr, target_ptr, draft_ptr, drafts, req, num_reqs, start, num_drafts, slot,
+                draft_factor, vocab, draft_vocab, stride_target, stride_dm, stride_dk, NUM_DRAFTS,
+                NUM_PARTS, HAS_DRAFT, BLOCK_J, BLOCK_S,
+            )  # fmt: skip
+            ok = u * q < p
+            if SYNTHETIC:
+                ok = u < tl.load(rates_ptr + columns, mask=columns < NUM_DRAFTS, other=0.0)
+            accepted = prefix_length(ok & judgeable, columns, num_drafts)
+            residual = at_column(judgeable.to(tl.int32), columns, accepted) > 0
+            top, inverse = (
+                at_column(tops, columns, accepted),
+                at_column(inverses, columns, accepted),
+            )
+            q_top = at_column(q_tops, columns, accepted)
+            q_inverse = at_column(q_inverses, columns, accepted)
+            ratio = tl.full([], 1.0, tl.float32)
+        row = (start + accepted).to(tl.int64)
+        lo, hi = resample_words(seed, at_column(position, columns, accepted), accepted)
+        first, last = part_of(vocab, part, NUM_PARTS)
+        target_row = target_ptr + row * stride_target
+        value = tl.full([], float("-inf"), tl.float32)
+        index = tl.full([], 2147483647, tl.int32)
+        if residual:
+            draft_row = draft_ptr + slot * stride_dm + accepted * stride_dk
+            value, index, value_p, index_p = draw_from_residual(
+                target_row, draft_row, first, last, draft_vocab,
+                at_column(drafts, columns, accepted).to(tl.int32), draft_factor, top, inverse,
+                q_top, q_inverse, ratio, lo, hi, HAS_DRAFT, BLOCK_V,
+            )  # fmt: skip
+        else:
+            value_p, index_p = draw_from_target(target_row, first, last, top, lo, hi, BLOCK_V)
+        at = req * NUM_PARTS + part
+        half = num_reqs * NUM_PARTS
+        tl.store(value_ptr + at, value)
+        tl.store(index_ptr + at, index)
+        tl.store(value_ptr + half + at, value_p)
+        tl.store(index_ptr + half + at, index_p)
+        # The release makes this part's stores visible to whichever part finds itself the last, and
+        # the acquire those of the others to it; L1 is bypassed below.
+        tl.debug_barrier()
+        before = tl.atomic_add(done_ptr + req, 1, sem="acq_rel")
+        tl.debug_barrier()
+        is_last = before == NUM_PARTS - 1
+        token = tl.full([], 0, tl.int64)
+        if is_last:
+            token = _winner(value_ptr, index_ptr, req, num_reqs, NUM_PARTS, BLOCK_S)
+    if is_last:
+        kept = tl.where(columns < accepted, drafts, -1)
+        tl.store(out, tl.where(columns == accepted, token, kept), mask=in_row)
         tl.store(num_sampled_ptr + req, accepted + 1)
-        tl.store(accepted_out_ptr + req, accepted)
-        tl.store(verified_ptr + req, end - start - 1)
+        tl.store(accepted_ptr + req, accepted)
+        tl.store(verified_ptr + req, num_drafts)

@@ -6,11 +6,13 @@ Equal, bit for bit, to ``planning.allocation`` on the same float32 acceptances:
     key   = 2 below the request's floor, -1 at or past its capacity, else a_k
     admit = the `budget` first of all drafts by (key descending, position, request)
 Keys in {-1} and [0, 2] order like their bit patterns as int32, so the budget-th key is found by
-deciding 31 bits from the top, each with one count over the step's drafts; ties are admitted in C
+deciding 31 bits from the top, two at a time, with counts over the step's drafts, until a count is
+the budget; ties are admitted in C
 order of [K, R]. A budget outside [sum of floors, sum of capacities] is moved to the nearer end, for
 a launch cannot refuse. Padded requests have num_rows 0.
 
-Launch 1, one program: admitted, windows, offsets. Launch 2, one program per request: row maps.
+Launch 1, one program: admitted, windows, offsets. Launch 2, one program per request: row maps; it
+is left out where no buffer for maps was made.
 With `temperature` given, c is first calibrated (sigmoid(logit(c) * slope + offset), greedy or
 sampled parameters); that uses the device's exp and log and is equal to the oracle only to rounding.
 """
@@ -21,6 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_dspark.kernels.dependent import dependent_launches, launch_next, wait_previous
+
+_MAX_ROWS = (1 << 20) - 1  # of a step, before or after trimming (fields of the offsets' scan)
+
 
 @dataclass(frozen=True, slots=True)
 class WindowBuffers:
@@ -30,7 +36,7 @@ class WindowBuffers:
     admitted: torch.Tensor
     # [P] int32, 1 + admitted; 0 for padded requests
     windows: torch.Tensor
-    # [P + 1] int32, padded entries repeat the total
+    # [>= P + 1] int32, padded entries and whatever follows them repeat the total
     query_start_loc: torch.Tensor
     # [P + 1] int32
     cu_num_logits: torch.Tensor
@@ -47,7 +53,7 @@ class WindowBuffers:
     def empty(
         num_reqs: int, max_rows: int, max_logits: int, device: torch.device
     ) -> "WindowBuffers":
-        """Buffers for up to `num_reqs` requests."""
+        """Buffers for up to `num_reqs` requests; no rows and no logits: no row maps."""
         offsets = num_reqs + 1
         sizes = [num_reqs, num_reqs, offsets, offsets, max_rows, max_logits, 2, offsets]
         return WindowBuffers(
@@ -69,6 +75,8 @@ class WindowRequests:
     # [P] int32, 0 <= floor <= capacity <= num_drafts
     capacity: torch.Tensor
     floor: torch.Tensor
+    # [P] row of each request in the confidence table; None: its slot
+    confidence_rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,10 @@ class WindowCalibration:
     slope: torch.Tensor
     # [2, K] float32
     offset: torch.Tensor
+    # [2, K] float32 acceptance priors in place of per-slot ones, or None
+    prior: torch.Tensor | None = None
+    # the confidence table holds logits, not probabilities
+    logits: bool = False
 
 
 @triton.jit
@@ -92,12 +104,14 @@ def _allocate_kernel(
     before_ptr,
     # [2]
     counters_ptr,
-    # [M, K] float32 probabilities
+    # [M, K] float32 probabilities, or logits if LOGITS
     confidence_ptr,
-    # [M, K] float32 probabilities
+    # [M, K] float32 probabilities, or [2, K] by kind of request
     prior_ptr,
-    # [6, P]: idx_mapping, usable, num_drafts, num_rows, capacity, floor, as separate tensors
+    # [7, P]: idx_mapping, confidence rows, usable, num_drafts, num_rows, capacity, floor, as
+    # separate tensors
     mapping_ptr,
+    confidence_rows_ptr,
     usable_ptr,
     drafts_ptr,
     rows_ptr,
@@ -109,32 +123,44 @@ def _allocate_kernel(
     slope_ptr,
     offset_ptr,
     num_reqs,
+    num_starts,
     stride_conf,
+    stride_prior,
+    stride_prior_kind,
     K: tl.constexpr,
     CALIBRATE: tl.constexpr,
+    LOGITS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_next(DEPENDENT)
     reqs = tl.arange(0, BLOCK_R)
     in_batch = reqs < num_reqs
     num_rows = tl.load(rows_ptr + reqs, mask=in_batch, other=0)
     live = in_batch & (num_rows > 0)
+    # Read beside `num_rows` instead of after it; what padded requests hold is then dropped. Only
+    # the mapping may end with the live requests.
     slot = tl.load(mapping_ptr + reqs, mask=live, other=0).to(tl.int64)
-    usable = tl.load(usable_ptr + reqs, mask=live, other=0) != 0
-    num_drafts = tl.load(drafts_ptr + reqs, mask=live, other=0)
-    capacity = tl.load(capacity_ptr + reqs, mask=live, other=0)
-    floor = tl.load(floor_ptr + reqs, mask=live, other=0)
+    conf_row = tl.load(confidence_rows_ptr + reqs, mask=live, other=0).to(tl.int64)
+    usable = tl.load(usable_ptr + reqs, mask=in_batch, other=0) != 0
+    num_drafts = tl.load(drafts_ptr + reqs, mask=in_batch, other=0)
+    capacity = tl.where(live, tl.load(capacity_ptr + reqs, mask=in_batch, other=0), 0)
+    floor = tl.where(live, tl.load(floor_ptr + reqs, mask=in_batch, other=0), 0)
     sampled = reqs < 0
     if CALIBRATE:
         sampled = tl.load(temperature_ptr + slot, mask=live, other=0.0) > 0.0
+    prior_row = slot * stride_prior + tl.where(sampled, stride_prior_kind, 0)
 
     ks = tl.arange(0, BLOCK_K)
     keys = tl.full([BLOCK_K, BLOCK_R], -1.0, tl.float32)
     running = tl.full([BLOCK_R], 1.0, tl.float32)
     invalid = tl.zeros([BLOCK_R], tl.int32)
     for k in tl.static_range(K):
-        confidence = tl.load(confidence_ptr + slot * stride_conf + k, mask=live, other=0.0)
-        prior = tl.load(prior_ptr + slot * K + k, mask=live, other=0.0)
+        confidence = tl.load(confidence_ptr + conf_row * stride_conf + k, mask=live, other=0.0)
+        if LOGITS:
+            confidence = 1.0 / (1.0 + tl.exp(-confidence))
+        prior = tl.load(prior_ptr + prior_row + k, mask=live, other=0.0)
         legal = (confidence >= 0.0) & (confidence <= 1.0)  # false for NaN
         invalid += tl.where(live & usable & (legal == 0), 1, 0)
         if CALIBRATE:
@@ -151,18 +177,34 @@ def _allocate_kernel(
 
     least, most = tl.sum(floor, 0), tl.sum(capacity, 0)
     budget = tl.minimum(tl.maximum(tl.load(budget_ptr), least), most)
-    threshold = budget * 0
-    for i in range(31):
-        candidate = threshold | (1 << (30 - i))
-        count = tl.sum((bits >= candidate).to(tl.int32))
-        threshold = tl.where(count >= budget, candidate, threshold)
-    # Budget 0 drives the threshold to the largest int32: nothing is above it or equal to it.
-    above = (bits > threshold).to(tl.int32)
-    tied = (bits == threshold).to(tl.int32)
-    missing = budget - tl.sum(above)
-    per_position = tl.sum(tied, 1)
-    rank = (tl.cumsum(per_position, 0) - per_position)[:, None] + tl.cumsum(tied, 1)
-    chosen = above + tl.where(rank <= missing, tied, 0)
+    # Two bits a round: the counts of the three candidates, at most 2**16 drafts each, are the
+    # fields of one 64-bit sum, since a round is a block-wide reduction's latency and little else. A
+    # count that is the budget ends the search: what reaches the candidate is what is admitted. Bit
+    # 30 is set in the key 2.0 alone, of which there are `least`.
+    exact = least == budget
+    threshold = tl.where(least >= budget, 1 << 30, 0)
+    shift = budget * 0 + 28
+    while (shift >= 0) & (exact == 0):
+        reached = (bits >= (threshold | (1 << shift))).to(tl.int64)
+        reached += (bits >= (threshold | (2 << shift))).to(tl.int64) << 20
+        reached += (bits >= (threshold | (3 << shift))).to(tl.int64) << 40
+        counts = tl.sum(tl.sum(reached, 0), 0)
+        one, two, three = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
+        digit = (one >= budget).to(tl.int32) + (two >= budget).to(tl.int32)
+        digit += (three >= budget).to(tl.int32)
+        threshold = threshold | (digit << shift)
+        # The largest candidate that enough drafts reach; is it just enough?
+        exact = tl.where(digit == 3, three, tl.where(digit == 2, two, one)) == budget
+        shift -= 2
+    chosen = (bits >= threshold).to(tl.int32)
+    if exact == 0:
+        # Drafts tie at the threshold; the first of them in C order of [K, R] are admitted.
+        tied = (bits == threshold).to(tl.int32)
+        surplus = tl.sum(tl.sum(chosen, 0), 0) - budget
+        per_position = tl.sum(tied, 1)
+        rank = (tl.cumsum(per_position, 0) - per_position)[:, None] + tl.cumsum(tied, 1)
+        admitted_ties = tl.sum(per_position, 0) - surplus
+        chosen -= tl.where(rank > admitted_ties, tied, 0)
     admitted = tl.sum(chosen, 0)
 
     window = tl.where(live, admitted + 1, 0)
@@ -170,9 +212,15 @@ def _allocate_kernel(
     rows_before = tl.where(live, num_rows, 0)
     tl.store(admitted_ptr + reqs, admitted, mask=in_batch)
     tl.store(windows_ptr + reqs, window, mask=in_batch)
-    tl.store(starts_ptr + reqs + 1, tl.cumsum(kept, 0), mask=in_batch)
-    tl.store(logits_ptr + reqs + 1, tl.cumsum(window, 0), mask=in_batch)
-    tl.store(before_ptr + reqs + 1, tl.cumsum(rows_before, 0), mask=in_batch)
+    # One scan of three fields: 20 bits of windows, 22 each of kept and of former rows.
+    packed = window.to(tl.int64) | (kept.to(tl.int64) << 20) | (rows_before.to(tl.int64) << 42)
+    packed = tl.cumsum(packed, 0)
+    tl.store(logits_ptr + reqs + 1, (packed & 0xFFFFF).to(tl.int32), mask=in_batch)
+    tl.store(starts_ptr + reqs + 1, ((packed >> 20) & 0x3FFFFF).to(tl.int32), mask=in_batch)
+    tl.store(before_ptr + reqs + 1, ((packed >> 42) & 0x3FFFFF).to(tl.int32), mask=in_batch)
+    total = tl.sum(kept, 0)
+    for base in range(num_reqs + 1, num_starts, BLOCK_R):
+        tl.store(starts_ptr + base + reqs, total, mask=base + reqs < num_starts)
     tl.store(starts_ptr, 0)
     tl.store(logits_ptr, 0)
     tl.store(before_ptr, 0)
@@ -193,7 +241,9 @@ def _row_maps_kernel(
     max_rows,
     max_logits,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_previous(DEPENDENT)
     req = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     if req == num_reqs:
@@ -215,12 +265,17 @@ def _row_maps_kernel(
             tl.store(rows_ptr + row, end - last + row, mask=row < last)
 
 
+def _num_warps(keys: int) -> int:
+    # 4 to 8 keys per thread: a round is the latency of a block-wide sum, not work.
+    return min(max(keys // 256, 1), 16)
+
+
 def allocate_windows(
     out: WindowBuffers,
     # [M, K] float32 probabilities, written by the last draft pass
     confidence: torch.Tensor,
-    # [M, K] float32 acceptance priors
-    prior: torch.Tensor,
+    # [M, K] float32 acceptance priors; None: the calibration's
+    prior: torch.Tensor | None,
     requests: WindowRequests,
     # [1] int32 drafts to admit in the whole step
     budget: torch.Tensor,
@@ -228,8 +283,19 @@ def allocate_windows(
 ) -> None:
     """Chooses the step's windows and lays out its rows; two launches, nothing read by the host."""
     num_reqs, width = requests.num_rows.shape[0], confidence.shape[1]
+    by_kind = calibration is not None and calibration.prior is not None
+    if calibration is not None and calibration.prior is not None:
+        prior = calibration.prior
+    if prior is None:
+        raise ValueError("allocate_windows needs priors, per slot or with the calibration")
+    rows = requests.confidence_rows
     block_r = triton.next_power_of_2(num_reqs)
     block_k = triton.next_power_of_2(width)
+    dependent = dependent_launches(confidence.device)
+    if max(out.source_rows.shape[0], out.logits_rows.shape[0]) > _MAX_ROWS:
+        raise ValueError(
+            f"{out.source_rows.shape[0]} rows do not fit the offsets' scan; at most {_MAX_ROWS} do"
+        )
     _allocate_kernel[(1,)](
         out.admitted,
         out.windows,
@@ -240,6 +306,7 @@ def allocate_windows(
         confidence,
         prior,
         requests.idx_mapping,
+        requests.idx_mapping if rows is None else rows,
         requests.usable,
         requests.num_drafts,
         requests.num_rows,
@@ -250,14 +317,20 @@ def allocate_windows(
         confidence if calibration is None else calibration.slope,
         confidence if calibration is None else calibration.offset,
         num_reqs,
+        out.query_start_loc.shape[0],
         confidence.stride(0),
+        0 if by_kind else width,
+        width if by_kind else 0,
         K=width,
         CALIBRATE=calibration is not None,
+        LOGITS=calibration is not None and calibration.logits,
         BLOCK_K=block_k,
         BLOCK_R=block_r,
-        # 4 to 8 keys per thread: the 31 counts are latency of a block-wide sum, not work.
-        num_warps=min(max(block_k * block_r // 256, 1), 16),
+        DEPENDENT=dependent,
+        num_warps=_num_warps(block_k * block_r),
     )
+    if out.source_rows.shape[0] + out.logits_rows.shape[0] == 0:
+        return
     _row_maps_kernel[(num_reqs + 1,)](
         out.source_rows,
         out.logits_rows,
@@ -268,5 +341,7 @@ def allocate_windows(
         out.source_rows.shape[0],
         out.logits_rows.shape[0],
         BLOCK=128,
+        DEPENDENT=dependent,
         num_warps=1,
+        launch_pdl=dependent,
     )

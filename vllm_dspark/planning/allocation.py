@@ -34,6 +34,7 @@ class Ranking:
     least: int  # sum of floors
     most: int  # sum of capacities
     forced_gain: float  # survival of the drafts below the floors
+    _total: float | None = None  # gain of all drafts, once known
 
     def gains(self, budgets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Expected accepted drafts of ascending budgets between `least` and `most`."""
@@ -47,12 +48,18 @@ class Ranking:
         if bounds[1] == 0:  # reduceat returns an element, not zero, for an empty segment
             segments[0] = 0.0
         segments[0] += self.forced_gain
-        gained: npt.NDArray[np.float64] = segments.cumsum(dtype=np.float64)
+        gained: npt.NDArray[np.float64] = np.add.accumulate(segments.astype(np.float64))
+        if last == self.most - self.least:
+            self._total = float(gained[-1])
         return gained
 
     def total_gain(self) -> float:
         """Expected accepted drafts if all are admitted."""
-        free = self.ascending[self.ascending.size - self.most :][: self.most - self.least]
+        if self._total is not None:
+            return self._total
+        free = self.ascending
+        if self.least or self.most < free.size:
+            free = free[free.size - self.most :][: self.most - self.least]
         return self.forced_gain + float(np.add.reduce(free))
 
     def admit(self, budget: int) -> IntArray:

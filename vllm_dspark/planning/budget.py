@@ -11,6 +11,7 @@ of these competes with the NATIVE step (all drafts, uniform graphs, no allocatio
 and the SINGLE one (no draft verified, none made), each at its own price.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,20 +56,21 @@ def best_ragged(
     axis = cost.axis(mode, StepShape.RAGGED, rows.kv_tokens)
     if axis is None:
         return None
-    sizes, times = axis
+    sizes, size_array, times = axis
     least, most = ranking.least, ranking.most
     if mode.padded:
-        first = int(sizes.searchsorted(rows.base + least))
-        last = int(sizes.searchsorted(rows.base + most))
-        padded, ms = sizes[first : last + 1], times[first : last + 1]
+        first = bisect_left(sizes, rows.base + least)
+        last = bisect_left(sizes, rows.base + most)
+        padded, ms = size_array[first : last + 1], times[first : last + 1]
         if padded.size == 0:
             return None
-        budgets = np.minimum(padded - rows.base, most)
+        budgets = padded - rows.base
+        budgets[-1] = min(budgets[-1], most)
     else:
         step = max(1, (most - least) // _NUM_CANDIDATES)
         budgets = np.append(np.arange(least, most, step), most)
         padded = budgets + rows.base
-        ms = np.interp(padded, sizes, times)
+        ms = np.interp(padded, size_array, times)
         if padded[-1] > sizes[-1]:
             slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
             ms = ms + slope * np.maximum(padded - sizes[-1], 0)

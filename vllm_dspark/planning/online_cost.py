@@ -102,13 +102,13 @@ class CostModel:
 
     def axis(
         self, mode: StepMode, shape: StepShape, kv_tokens: int
-    ) -> tuple[IntArray, Float64Array] | None:
-        """Sizes and their verification times at a kv load, or None if never measured."""
+    ) -> tuple[tuple[int, ...], IntArray, Float64Array] | None:
+        """Sizes, twice, and their verification times at a kv load; None if never measured."""
         key = self.table.resolve(mode, shape)
         if key is None:
             return None
         state = self._corrections[key]
-        return state.grid.size_array, state.at(kv_tokens)
+        return state.grid.sizes, state.grid.size_array, state.at(kv_tokens)
 
     def step_ms(
         self, mode: StepMode, shape: StepShape, kv_tokens: int, num_tokens: int

@@ -31,17 +31,15 @@ from vllm_dspark.planning.forced import forced_windows
 from vllm_dspark.planning.hysteresis import KindSelector
 from vllm_dspark.planning.online_cost import CostModel
 from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan, request_digest
+from vllm_dspark.planning.repeat import Repetition
 from vllm_dspark.planning.survival import survival
 from vllm_dspark.planning.table import RequestBatch
 
+BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.integer]
 OwnerArray = npt.NDArray[np.int64]
 
-# After this many native decisions in a row on an unchanged batch, only every
-# _LAZY_PERIOD-th step is worked out: native steps should cost nothing.
-_LAZY_AFTER = 16
-_LAZY_PERIOD = 8
 _MODES = (StepMode.FULL, StepMode.PIECEWISE, StepMode.EAGER)
 
 
@@ -69,9 +67,8 @@ class Planner:
         self._drain = DrainWatch()
         self._since_draft = 0  # steps since the drafter last ran
         self._probing = False  # the last step drafted only to look
-        self._native_streak = 0
         self._unjudged = 0  # consecutive steps with prefill rows
-        self._last: VerifyPlan | None = None
+        self._repetition = Repetition()
 
     @property
     def _prices(self) -> CostModel:
@@ -79,11 +76,16 @@ class Planner:
             raise PlanError("a step was to be priced before a cost table was there")
         return self.cost
 
+    @property
+    def resting(self) -> bool:
+        """Whether the coming steps repeat a settled native decision, so nothing need be learned."""
+        return self._repetition.resting
+
     def plan(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
         """Decide one step."""
         draining = self._drain.update(batch.owner.size, facts.num_arrived, facts.num_waiting)
         forced = self.options.test_windows is not None
-        if forced and batch.owner.size and not np.count_nonzero(batch.excluded):
+        if forced and batch.owner.size and not _any(batch.excluded):
             return self._finish(self._forced(facts, batch))
         reason = self._standing_aside(facts, batch)
         if reason is not None:
@@ -105,6 +107,9 @@ class Planner:
             plan = self._single(facts, batch, seen, Reason.NO_DRAFTS, draft_next=True)
         elif kind is PlanKind.TRIM:
             plan = self._trim_or_native(facts, batch, seen, reason, draining)
+            self._finish(plan)
+            self._repetition.allow(plan, batch, seen.incomplete)
+            return plan
         else:
             plan = self._native(facts, batch, reason, seen.native)
         return self._finish(plan)
@@ -112,28 +117,20 @@ class Planner:
     def shortcut(
         self, facts: StepFacts, owner: OwnerArray, num_drafts: IntArray
     ) -> VerifyPlan | None:
-        """The settled native decision once more, before a batch is even gathered.
+        """The previous decision once more (repeat.py), before a batch is even gathered.
 
         None when the step must be planned: try this first, then `plan`.
         """
-        last, streak = self._last, self._native_streak
-        if not self.options.lazy or last is None or streak < _LAZY_AFTER:
+        if not self.options.lazy or facts.num_arrived or facts.reserved_rows:
             return None
-        if streak % _LAZY_PERIOD == 0 or facts.num_arrived or facts.reserved_rows:
+        if facts.mode is StepMode.MIXED:
             return None
-        if last.num_requests != owner.size or facts.mode is StepMode.MIXED:
+        plan = self._repetition.again(facts.step_id, owner, num_drafts)
+        if plan is None:
             return None
-        self._drain.update(owner.size, 0, facts.num_waiting)
-        windows: tuple[int, ...] = ()
-        if not self.options.device_windows:
-            windows = tuple((num_drafts + 1).tolist())
-        plan = replace(
-            last,
-            step_id=facts.step_id,
-            digest=request_digest(owner),
-            budget=int(np.add.reduce(num_drafts)),
-            windows=windows,
-        )
+        draining = self._drain.update(owner.size, 0, facts.num_waiting)
+        if draining and plan.kind is PlanKind.TRIM:
+            return None
         return self._finish(plan)
 
     # ---- before any arithmetic
@@ -144,13 +141,15 @@ class Planner:
             return Reason.EMPTY
         if not self.options.enabled:
             return Reason.DISABLED
-        if np.count_nonzero(batch.excluded):
+        if _any(batch.excluded):
             return Reason.EXCLUDED
         if (facts.reserved_rows or facts.mode is StepMode.MIXED) and not self.options.mixed:
             return Reason.MIXED
         if self.cost is None:
             return Reason.UNPRICED
-        if not np.count_nonzero(batch.known):
+        # In a pause nothing new becomes known but by probes, and priors are all there is.
+        paused = self.selector.kind is PlanKind.SKIP_DRAFT
+        if not paused and batch.known is not None and not np.count_nonzero(batch.known):
             return Reason.UNKNOWN
         return None
 
@@ -174,6 +173,8 @@ class Planner:
         rows = self._rows(facts, batch)
         overhead = self._prices.table.overhead_ms
         drafted = overhead + self._prices.draft_ms(num_requests)
+        ragged = drafted + self._allocation_ms()
+        trim = best_ragged(self._prices, facts.mode, rows, ranking, ragged)
         native = uniform(
             self._prices,
             facts.native_mode,
@@ -183,10 +184,8 @@ class Planner:
             ranking.total_gain(),
             drafted,
         )
-        ragged = drafted + self._allocation_ms()
-        trim = best_ragged(self._prices, facts.mode, rows, ranking, ragged)
         skip = None
-        if self.options.skip_draft and not np.count_nonzero(batch.reserved):
+        if self.options.skip_draft and not _any(batch.reserved):
             skip = uniform(self._prices, facts.mode, StepShape.SINGLE, rows, 0, 0.0, overhead)
         incomplete = int(np.add.reduce(batch.num_drafts)) < num_requests * width
         return _Evaluation(native, trim, skip, alive, ranking, incomplete)
@@ -201,10 +200,10 @@ class Planner:
 
     def _rank(self, batch: RequestBatch, alive: FloatArray, capacity: IntArray) -> Ranking:
         floor = None
-        reserved = np.count_nonzero(batch.reserved)
-        if reserved or self.options.request_floor:
+        if batch.reserved is not None or self.options.request_floor:
             floor = np.minimum(capacity, np.int32(self.options.request_floor))
-            np.copyto(floor, capacity, where=batch.reserved)
+            if batch.reserved is not None:
+                np.copyto(floor, capacity, where=batch.reserved)
         return rank(alive, capacity, floor)
 
     def _rank_here(self, batch: RequestBatch, seen: _Evaluation) -> Ranking:
@@ -367,7 +366,7 @@ class Planner:
             windows = tuple((admitted + 1).tolist())
         return VerifyPlan(
             step_id=facts.step_id,
-            digest=request_digest(batch.owner),
+            digest=request_digest(batch.owner) if batch.digest is None else batch.digest,
             num_requests=batch.owner.size,
             num_positions=batch.num_positions,
             kind=kind,
@@ -386,7 +385,9 @@ class Planner:
         """Advance what depends on the plan that was made."""
         self._probing = plan.reason is Reason.PROBE_DRAFT
         self._since_draft = 0 if plan.draft_next else self._since_draft + 1
-        settled = plan.reason in (Reason.NATIVE_BEST, Reason.MIN_GAIN)
-        self._native_streak = self._native_streak + 1 if settled else 0
-        self._last = plan
+        self._repetition.note(plan)
         return plan
+
+
+def _any(flags: BoolArray | None) -> bool:
+    return flags is not None and bool(np.count_nonzero(flags))

@@ -35,6 +35,7 @@ _START_TRIALS = 8.0
 _ENOUGH_OBSERVED = 256  # drafts after which the shared priors speak for newcomers
 _FORGET_SHARED = 1.0 / 4096.0  # per observed draft, shared priors
 _KEEP_REQUEST = 0.95  # forgetting per verified step, one request: ~20 steps
+_SHARED_ROWS = 32  # a batch of n requests teaches the shared priors in 1 of 1 + n / 32 steps
 _REFRESH = 4  # observed steps per update of the shared priors
 # kappa: trials a request needs before its residual counts half. Learned (see
 # _learn_shrinkage) between these bounds, from this start.
@@ -60,28 +61,31 @@ class AcceptancePosterior:
         self._between = self._within = 0.0  # running sigma^2 and v, kappa = v / sigma^2
         self._set_prior()
         self._cap = InfluenceCap()
-        self._slots: FloatArray = np.zeros((2, num_slots), dtype=np.float32)  # S - E, N
+        self._residual: FloatArray = np.zeros(num_slots, dtype=np.float32)  # by slot: S - E
+        self._count: FloatArray = np.zeros(num_slots, dtype=np.float32)  # by slot: N
+        self._num_steps = 0
         self.num_observed = 0  # drafts that ever taught the shared priors
 
     def grow(self, num_slots: int) -> None:
         """Make room for more slots."""
-        extra = num_slots - self._slots.shape[1]
-        self._slots = np.pad(self._slots, ((0, 0), (0, extra)))
+        blank = np.zeros(num_slots - self._count.size, dtype=np.float32)
+        self._residual = np.append(self._residual, blank)
+        self._count = np.append(self._count, blank)
 
     def reset(self, slot: int) -> None:
         """Forget a slot's request."""
-        self._slots[:, slot] = 0.0
+        self._residual[slot] = self._count[slot] = 0.0
 
     def prior(self, sampled: bool) -> FloatArray:
         """Shared conditional acceptance per position, [K], of one request class."""
         prior: FloatArray = self._prior[int(sampled)]
         return prior
 
-    def known(self, slots: IntArray) -> BoolArray:
-        """Requests that outcomes say something about: their own, or enough of others, [n]."""
+    def known(self, slots: IntArray) -> BoolArray | None:
+        """Requests that outcomes say something about, [n]; None: all, as others did enough."""
         if self.num_observed >= _ENOUGH_OBSERVED:
-            return np.ones(len(slots), dtype=np.bool_)
-        own: BoolArray = self._slots[1, slots] > 0.0
+            return None
+        own: BoolArray = self._count[slots] > 0.0
         return own
 
     def estimate(
@@ -93,7 +97,7 @@ class AcceptancePosterior:
     ) -> FloatArray:
         """Conditional acceptance per position and request, [K, n]."""
         base = self._class_prior(sampled)
-        residual, trials = self._slots.take(slots, axis=1)
+        residual, trials = self._residual.take(slots), self._count.take(slots)
         trials += np.float32(self._shrinkage)
         if row is not None and row_usable is not None:
             opinion = np.add.reduce(row, axis=0) - np.add.reduce(base, axis=0)
@@ -118,22 +122,33 @@ class AcceptancePosterior:
         """Learn from one step's outcomes; only untouched requests teach the shared priors."""
         # Past the first rejection, and past the window, nothing was observed. With
         # cumulative priors P_j = p_1 + ... + p_j, what was expected of j drafts is P_j.
-        trials = np.minimum(admitted, accepted + 1)
+        trials = accepted + 1
+        np.minimum(trials, admitted, out=trials)
         group = sampled * np.int64(len(self._positions) + 1)
-        learned = self._slots.take(slots, axis=1)
-        # A step that verified nothing forgets nothing.
-        learned *= np.where(trials > 0, np.float32(_KEEP_REQUEST), np.float32(1.0))
-        learned[0] += accepted - self._expected.take(group + trials)
-        learned[1] += trials
-        self._slots[:, slots] = learned
+        reached = group + trials
+        residual, count = self._residual.take(slots), self._count.take(slots)
+        keep: np.float32 | FloatArray = np.float32(_KEEP_REQUEST)
+        if np.count_nonzero(trials) < trials.size:  # a step that verified nothing forgets nothing
+            keep = np.where(trials > 0, np.float32(_KEEP_REQUEST), np.float32(1.0))
+        residual *= keep
+        count *= keep
+        residual += accepted
+        residual -= self._expected.take(reached)
+        count += trials
+        self._residual[slots] = residual
+        self._count[slots] = count
+        self._num_steps += 1
+        # The shared priors are statistics: of large batches, some steps say as much as all.
+        if self._num_steps % (1 + slots.size // _SHARED_ROWS):
+            return
         shared = trials * untouched
         num_shared = int(np.add.reduce(shared))
         if num_shared:
             self.num_observed += num_shared
             weight = self._cap.weights(tenant, shared > 0)
-            self._teach_shared(weight, group, trials, accepted)
+            self._teach_shared(weight, reached, group + accepted)
             if self._until_refresh == _REFRESH:
-                self._learn_shrinkage(learned[0], learned[1], weight)
+                self._learn_shrinkage(residual, count, weight)
 
     def _learn_shrinkage(
         self, residual: FloatArray, trials: FloatArray, weight: FloatArray
@@ -158,13 +173,11 @@ class AcceptancePosterior:
         kappa = self._within / max(self._between, floor, 1e-9)
         self._shrinkage = max(_LEAST_SHRINKAGE, kappa)
 
-    def _teach_shared(
-        self, weight: FloatArray, group: IntArray, trials: IntArray, accepted: IntArray
-    ) -> None:
+    def _teach_shared(self, weight: FloatArray, reached: IntArray, accepted: IntArray) -> None:
         """Add weighted outcomes to the histograms over (class, drafts observed or accepted)."""
         size = self._seen.size
-        self._seen += np.bincount(group + trials, weight, size)
-        self._hits += np.bincount(group + accepted, weight, size)
+        self._seen += np.bincount(reached, weight, size)
+        self._hits += np.bincount(accepted, weight, size)
         self._until_refresh -= 1
         if self._until_refresh <= 0:
             self._refresh()

@@ -18,7 +18,9 @@ neutral: replaced by the acceptance prior of its request and position. Its value
 then move nothing, so in particular NaN cannot sort to the front.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +72,8 @@ def usable_rows(
     max_age: int,
 ) -> RowUse:
     """Apply the rules above; `draft_stamp` is 0 where there is nothing to verify."""
-    age = (draft_stamp - row_stamp.astype(np.int64)) % _STAMP_PERIOD
+    age = np.subtract(draft_stamp, row_stamp, dtype=np.int64)
+    age %= _STAMP_PERIOD
     known = (row_owner == owner) & (row_stamp > 0) & (draft_stamp > 0) & (age <= max_age)
     same_pass = known & (age == 0)
     refused = same_pass & sampled
@@ -85,28 +88,31 @@ def usable_rows(
 def acceptance(
     confidence: FloatArray,  # [K, n] as the worker sent it
     usable: BoolArray,  # [n]
-    prior: FloatArray,  # [K, n] in [0, 1]
+    prior: FloatArray | Callable[[], FloatArray],  # [K, n] in [0, 1], or how to get it if needed
     calibration: Calibration,
     sampled: BoolArray,  # [n]
 ) -> tuple[FloatArray, int]:
     """Calibrated P(accept | all before accepted), [K, n], and how many entries were invalid."""
     # Written so that NaN fails both comparisons.
     legal = (confidence >= 0.0) & (confidence <= 1.0)
-    num_invalid = 0
-    if np.count_nonzero(legal) < legal.size:
-        num_invalid = int(np.count_nonzero(~legal & usable))
-        confidence = np.where(legal, confidence, prior)
-    calibrated = calibration.apply(confidence, sampled)
-    if num_invalid:
-        np.copyto(calibrated, prior, where=~legal)
-    if np.count_nonzero(usable) < usable.size:
-        np.copyto(calibrated, prior, where=~usable)
+    all_legal = np.count_nonzero(legal) == legal.size
+    all_usable = np.count_nonzero(usable) == usable.size
+    if all_legal and all_usable:
+        return calibration.apply(confidence, sampled), 0
+    neutral = prior() if callable(prior) else prior
+    if all_legal:
+        calibrated = calibration.apply(confidence, sampled)
+        np.copyto(calibrated, neutral, where=~usable)
+        return calibrated, 0
+    num_invalid = int(np.count_nonzero(~legal & usable))
+    calibrated = calibration.apply(np.where(legal, confidence, neutral), sampled)
+    np.copyto(calibrated, neutral, where=~(legal & usable))
     return calibrated, num_invalid
 
 
 def survival(conditional: FloatArray) -> FloatArray:
     """Running product along positions of [K, n] conditional acceptances, as a new array."""
     out = conditional.copy()
-    for k in range(1, out.shape[0]):  # K row products beat one strided accumulate
-        np.multiply(out[k], out[k - 1], out=out[k])
+    for before, row in pairwise(out):  # K row products beat one strided accumulate
+        np.multiply(row, before, row)
     return out

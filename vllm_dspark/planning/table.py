@@ -7,7 +7,7 @@ whichever arrives first, to teach the online calibration; and `batch` turns the
 slots of a step into the immutable `RequestBatch` that the planner decides on.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from vllm_dspark.errors import PlanError
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.online import OnlineCalibration
-from vllm_dspark.planning.plan import owner_id
+from vllm_dspark.planning.plan import owner_id, request_digest
 from vllm_dspark.planning.posterior import AcceptancePosterior
 from vllm_dspark.planning.quality import LiveQuality
 from vllm_dspark.planning.survival import RowCounts, acceptance, survival, usable_rows
@@ -34,9 +34,11 @@ NO_LIMIT = 2**31 - 1
 _LEARN_PERIOD = 8
 _LEARN_ROWS = 64
 
-# What is remembered per slot: rows of one int64 array [fields, slots] and of one bool
-# array, so that a step gathers twice however many fields there are.
-_OWNER, _ROW_OWNER, _TENANT, _ROW_STAMP, _OUTCOME_STAMP, _ADMITTED, _ACCEPTED, _REMAINING = range(8)
+_NUM_VIEWS = 8  # batches whose unchanging columns are kept
+
+# Fields per slot: of one int64 array [fields, slots], and of one of bool.
+_FIELDS = range(8)
+_OWNER, _TENANT, _ROW_OWNER, _ROW_STAMP, _OUTCOME_STAMP, _ADMITTED, _ACCEPTED, _REMAINING = _FIELDS
 _SAMPLED, _UNTOUCHED, _EXCLUDED = range(3)
 
 
@@ -46,13 +48,15 @@ class RequestBatch:
 
     owner: OwnerArray  # [n]
     acceptance: FloatArray  # [K, n] P(accept | all before accepted), neutral where unknown
-    known: BoolArray  # [n] anything is known about the request
+    known: BoolArray | None  # [n] anything is known about the request; None: about all
     num_drafts: IntArray  # [n] drafts there are to verify
     capacity: IntArray  # [n] drafts that could still be emitted, if there were K
     remaining: IntArray  # [n] tokens left to generate at most
-    reserved: BoolArray  # [n] keeps native width
-    excluded: BoolArray  # [n] must not be scheduled: the whole step runs native
+    reserved: BoolArray | None  # [n] keeps native width; None: nobody does
+    excluded: BoolArray | None  # [n] must not be scheduled: then the whole step runs native
     counts: RowCounts
+    digest: int | None = None  # request_digest(owner), where it is known
+    fresh: bool = False  # some acceptance comes from rows about the drafts to be verified
 
     @property
     def num_positions(self) -> int:
@@ -66,6 +70,19 @@ class RankingParameters:
 
     calibration: Calibration
     prior: FloatArray  # [2, K] neutral acceptance of greedy and sampled requests
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What does not change about the requests of a batch while they hold their slots, [n] each."""
+
+    slots: SlotArray
+    owner: OwnerArray
+    tenant: SlotArray
+    sampled: BoolArray
+    untouched: BoolArray
+    excluded: BoolArray | None
+    digest: int
 
 
 class RequestTable:
@@ -91,9 +108,12 @@ class RequestTable:
         self.posterior = AcceptancePosterior(num_positions, 0)
         self.online = OnlineCalibration(calibration)
         self.live = LiveQuality(num_positions)
+        self.version = 0  # raised whenever a slot changes hands
         self.unpaired = 0  # outcomes whose confidence row never came
         self._learn = online_calibration
-        self._pairings = 0
+        self._num_outcomes = 0
+        self._due = False  # the last outcomes are to be paired with rows that may not be here yet
+        self._views: dict[int, _View] = {}  # by identity of a slot array
         self._slot_of: dict[str, int] = {}
         self._free: list[int] = []
         self._state: SlotArray = np.zeros((8, 0), dtype=np.int64)
@@ -136,9 +156,10 @@ class RequestTable:
         slot = self._free.pop()
         owner = owner_id(request_id, generation)
         tenant = owner if tenant is None else tenant
-        self._state[:, slot] = (owner, 0, tenant, 0, 0, 0, 0, min(remaining, NO_LIMIT))
+        self._state[:, slot] = (owner, tenant, 0, 0, 0, 0, 0, min(remaining, NO_LIMIT))
         self._flags[:, slot] = (sampled, untouched, excluded)
         self._slot_of[request_id] = slot
+        self._changed()
         self.posterior.reset(slot)
         return slot
 
@@ -147,7 +168,33 @@ class RequestTable:
         slot = self._slot_of.pop(request_id, None)
         if slot is not None:
             self._state[_OWNER, slot] = 0
+            self._changed()
             self._free.append(slot)
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._views.clear()
+
+    def _view(self, slots: SlotArray) -> _View:
+        """Unchanging columns; kept for as long as callers come back with the same array."""
+        view = self._views.get(id(slots))
+        if view is None:
+            if len(self._views) >= _NUM_VIEWS:
+                self._views.clear()
+            flags = self._flags[:, slots]
+            excluded = flags[_EXCLUDED]
+            owner = self._state[_OWNER, slots]
+            view = _View(
+                slots,  # held, so that its identity stays its own
+                owner,
+                self._state[_TENANT, slots],
+                flags[_SAMPLED],
+                flags[_UNTOUCHED],
+                excluded if excluded.any() else None,
+                request_digest(owner),
+            )
+            self._views[id(slots)] = view
+        return view
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._slot_of
@@ -159,10 +206,16 @@ class RequestTable:
         """Slots of known requests, in order."""
         return np.fromiter(map(self._slot_of.__getitem__, request_ids), dtype=np.int64)
 
+    def known(self, request_ids: Sequence[str]) -> list[int] | None:
+        """Places of the ids that have a slot; None if all have one."""
+        slot_of = self._slot_of
+        if all(map(slot_of.__contains__, request_ids)):
+            return None
+        return [i for i, request_id in enumerate(request_ids) if request_id in slot_of]
+
     def owners(self, slots: SlotArray) -> OwnerArray:
-        """Owner ids, [n]."""
-        owners: OwnerArray = self._state[_OWNER, slots]
-        return owners
+        """Owner ids, [n]; `slots` is not changed by anybody as long as it is used."""
+        return self._view(slots).owner
 
     def ranking_parameters(self) -> RankingParameters:
         """Current parameters for `survival.acceptance` on a device."""
@@ -183,13 +236,21 @@ class RequestTable:
                 f"{self.num_positions} drafts"
             )
         self._rows[slots] = confidence
-        self._state[_ROW_OWNER, slots] = owners
-        self._state[_ROW_STAMP, slots] = stamp
-        self._pair(slots)
+        self._state[_ROW_OWNER][slots] = owners
+        self._state[_ROW_STAMP][slots] = stamp
+        if self._due:
+            self._pair(slots)
 
     def set_remaining(self, slots: SlotArray, remaining: IntArray) -> None:
         """Overrule what is left to generate, where the engine knows better."""
         self._state[_REMAINING, slots] = remaining
+
+    def count_emitted(self, slots: SlotArray, accepted: IntArray) -> None:
+        """Take what a step emitted off what remains, without learning from it."""
+        left = self._state[_REMAINING].take(slots)
+        left -= accepted
+        left -= 1
+        self._state[_REMAINING][slots] = np.maximum(left, 0, out=left)
 
     def record_outcomes(
         self,
@@ -198,18 +259,21 @@ class RequestTable:
         admitted: IntArray,  # [m] drafts verified
         accepted: IntArray,  # [m] of them accepted
     ) -> None:
-        """Store what became of the drafts of pass `stamp`."""
-        state, flags = self._state.take(slots, axis=1), self._flags.take(slots, axis=1)
-        lost = (state[_OUTCOME_STAMP] > 0) & (state[_ADMITTED] > 0)
-        self.unpaired += int(np.count_nonzero(lost))
-        state[_OUTCOME_STAMP] = stamp
-        state[_ADMITTED] = admitted
-        state[_ACCEPTED] = accepted
-        state[_REMAINING] = np.maximum(state[_REMAINING] - accepted - 1, 0)
-        self._state[:, slots] = state
-        self.posterior.observe(
-            slots, admitted, accepted, flags[_SAMPLED], flags[_UNTOUCHED], state[_TENANT]
-        )
+        """Take in what became of the drafts of pass `stamp`."""
+        view, state = self._view(slots), self._state
+        self.count_emitted(slots, accepted)
+        self.posterior.observe(slots, admitted, accepted, view.sampled, view.untouched, view.tenant)
+        self._num_outcomes += 1
+        if self._num_outcomes % _LEARN_PERIOD:
+            return
+        if self._due:
+            lost = (state[_OUTCOME_STAMP] > 0) & (state[_ADMITTED] > 0) & (state[_OWNER] != 0)
+            self.unpaired += int(np.count_nonzero(lost))
+            state[_OUTCOME_STAMP] = 0
+        state[_OUTCOME_STAMP][slots] = stamp
+        state[_ADMITTED][slots] = admitted
+        state[_ACCEPTED][slots] = accepted
+        self._due = True
         self._pair(slots)
 
     def _pair(self, slots: SlotArray) -> None:
@@ -220,11 +284,12 @@ class RequestTable:
         if not np.count_nonzero(match):
             return
         self._state[_OUTCOME_STAMP, slots[match]] = 0
-        self._pairings += 1
-        if self._pairings % _LEARN_PERIOD == 0:
-            # A stride that is coprime to it visits all parts of a batch in turn.
-            chosen = np.roll(match.nonzero()[0], self._pairings * 7)[:_LEARN_ROWS]
-            self._learn_from(slots[chosen])
+        # A stride that is coprime to it visits all parts of a batch in turn.
+        places = match.nonzero()[0]
+        if places.size > _LEARN_ROWS:
+            places = np.roll(places, self._num_outcomes * 7)[:_LEARN_ROWS]
+        self._learn_from(slots[places])
+        self._due = bool(self._state[_OUTCOME_STAMP].any())
 
     def _learn_from(self, slots: SlotArray) -> None:
         rows, state, flags = self._gather(slots), self._state[:, slots], self._flags[:, slots]
@@ -248,42 +313,86 @@ class RequestTable:
         reserved: BoolArray | None = None,  # [n]
     ) -> RequestBatch:
         """What is known about the requests of one step."""
-        state, flags = self._state.take(slots, axis=1), self._flags.take(slots, axis=1)
-        owner, sampled, remaining = state[_OWNER], flags[_SAMPLED], state[_REMAINING]
+        view = self._view(slots)
+        remaining = self._state[_REMAINING].take(slots)
         use = usable_rows(
-            owner, state[_ROW_OWNER], state[_ROW_STAMP], draft_stamp, sampled, self.max_row_age
+            view.owner,
+            self._state[_ROW_OWNER].take(slots),
+            self._state[_ROW_STAMP].take(slots),
+            draft_stamp,
+            view.sampled,
+            self.max_row_age,
         )
-        estimate, num_invalid = self._acceptance(slots, sampled, use.usable, use.current)
+        estimate, num_invalid = self._acceptance(slots, view.sampled, use.usable, use.current)
         counts = RowCounts(use.counts.stale, use.counts.current, num_invalid)
+        known = self.posterior.known(slots)
         # One token of a step is the target's own, so only remaining - 1 drafts can be emitted.
-        capacity = np.minimum(np.maximum(remaining - 1, 0), self.num_positions)
+        capacity = remaining - 1
+        np.maximum(capacity, 0, out=capacity)
+        np.minimum(capacity, self.num_positions, out=capacity)
+        if reserved is not None:  # their windows must not depend on anything
+            np.copyto(capacity, self.num_positions, where=reserved)
         return RequestBatch(
-            owner=owner,
+            owner=view.owner,
             acceptance=estimate,
-            known=use.usable | self.posterior.known(slots),
+            known=None if known is None else use.usable | known,
             num_drafts=num_drafts,
             capacity=capacity,
             remaining=remaining,
-            reserved=np.zeros(len(slots), dtype=np.bool_) if reserved is None else reserved,
-            excluded=flags[_EXCLUDED],
+            reserved=reserved,
+            excluded=view.excluded,
             counts=counts,
+            digest=view.digest,
+            fresh=bool(np.count_nonzero(use.current)),
         )
 
     def _acceptance(
         self, slots: SlotArray, sampled: BoolArray, usable: BoolArray, current: BoolArray
     ) -> tuple[FloatArray, int]:
-        if not usable.any():
+        num_usable = np.count_nonzero(usable)
+        if not num_usable:
             return self._full(self.posterior.estimate(slots, sampled), len(slots)), 0
-        prior = self.posterior.estimate(slots, sampled)
+
+        def prior() -> FloatArray:
+            return self.posterior.estimate(slots, sampled)
+
         rows, num_invalid = acceptance(
             self._gather(slots), usable, prior, self.online.calibration, sampled
         )
-        if not self.rank_by_posterior or current.all():
+        num_current = np.count_nonzero(current)
+        if not self.rank_by_posterior or num_current == len(slots):
             return rows, num_invalid
         ranked = self.posterior.estimate(slots, sampled, rows, usable)
-        if current.any():
+        if num_current:
             np.copyto(ranked, rows, where=current)
         return ranked, num_invalid
 
     def _full(self, estimate: FloatArray, num_requests: int) -> FloatArray:
         return np.broadcast_to(estimate, (self.num_positions, num_requests)).copy()
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSlots:
+    """Slots of those of some requests that are known."""
+
+    slots: SlotArray  # [m]
+    known: list[int] | None  # their places among the ids asked for; None: all of them
+
+
+class SlotLookup:
+    """Slots of the same ids over and over: looked up again only after something has changed."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._version = -1
+        self._ids: Sequence[str] = ()
+        self._found = FoundSlots(np.zeros(0, dtype=np.int64), None)
+
+    def of(self, request_ids: Sequence[str]) -> FoundSlots:
+        """Slots of the known among `request_ids` (not changed afterwards), in order."""
+        if self._version != self._table.version or request_ids != self._ids:
+            known = self._table.known(request_ids)
+            ids = request_ids if known is None else [request_ids[i] for i in known]
+            self._found = FoundSlots(self._table.slots(ids), known)
+            self._version, self._ids = self._table.version, request_ids
+        return self._found

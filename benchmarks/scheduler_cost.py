@@ -1,0 +1,166 @@
+"""CPU time that planning and bookkeeping add to vLLM's own scheduler, in the engine core.
+
+    python benchmarks/scheduler_cost.py [--requests 1,16,64,256] [--steps 400] [--json out.json]
+
+vLLM's scheduler as it is and ours run side by side in one process, on equal requests with made-up
+worker output (K = 7); no model runs. A step is `schedule()` and `update_from_output()`; what we
+add is their time less the time of vLLM's own two methods inside them. Variants take turns of 50
+steps; figures are process CPU microseconds a step, median over turns and best turn. `planned`
+makes every step a trimmed one (no margin, no short cut), `native` one in which full windows have
+been best for many steps, `off` has scheduling switched off. At 256 requests vLLM's own methods
+take milliseconds; `vllm_us` is their time, in ours it holds our counting of acceptance too.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.costs import write_cost_table
+from tests.support.engines import ENGINE_ENVIRONMENT
+from tests.support.pairs import Pair, PairSpec, build_pair
+from tests.support.schedulers import MadeUpWorker, add_request, bare_scheduler
+
+K = 7
+TURN = 50
+# ms of an empty step, and by how much full windows raise it: trimming pays, or it never does.
+TABLES = {"planned": (10.0, 2.0), "native": (100.0, 0.03)}
+VARIANTS = ("stock", "off", "native", "planned-host", "planned-device")
+
+
+_inner_ns = [0]  # spent inside vLLM's own methods
+
+
+def watch_vllm() -> None:
+    """Count the time of vLLM's own `schedule` and `update_from_output`."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.process_time_ns()
+            result = method(*args, **kwargs)
+            _inner_ns[0] += time.process_time_ns() - started
+            return result
+
+        return call
+
+    for name in ("schedule", "update_from_output"):
+        setattr(Scheduler, name, timed(getattr(Scheduler, name)))
+
+
+@dataclass
+class Side:
+    """One scheduler and the made-up worker behind it."""
+
+    scheduler: Any
+    worker: MadeUpWorker
+
+    def turn(self, steps: int) -> tuple[float, float]:
+        """CPU microseconds a step, ours and vLLM's; what stands for the worker is not counted."""
+        spent, _inner_ns[0] = 0, 0
+        for _ in range(steps):
+            started = time.process_time_ns()
+            output = self.scheduler.schedule()
+            spent += time.process_time_ns() - started
+            ran = self.worker.run(output)
+            started = time.process_time_ns()
+            self.scheduler.update_from_output(output, ran)
+            spent += time.process_time_ns() - started
+            self.worker.draft(output)
+        return (spent - _inner_ns[0]) / steps / 1e3, _inner_ns[0] / steps / 1e3
+
+
+def options_of(variant: str, requests: int, folder: Path) -> dict[str, Any]:
+    """The plugin's options of a variant, with a cost table written for it."""
+    if variant in ("stock", "off"):
+        return {"enabled": False} if variant == "stock" else {"scheduling": False}
+    kind, _, windows = variant.partition("-")
+    base, growth = TABLES[kind]
+    per_token = base * growth / (requests * (K + 1))
+    path = folder / f"{kind}-{requests}.json"
+    write_cost_table(path, base_ms=base, per_token_ms=per_token, max_requests=requests)
+    options = {"scheduling": "auto", "cost_table": str(path), "windows": windows or "host"}
+    if kind == "planned":
+        options |= {"confidence_min_predicted_gain": 0.0, "hysteresis_steps": 0}
+    return options
+
+
+def start(pair: Pair, variant: str, requests: int, folder: Path) -> Side:
+    """A scheduler whose requests are all decoding."""
+    scheduler = bare_scheduler(
+        pair,
+        options_of(variant, requests, folder),
+        width=K,
+        blocks=1_000_000,
+        max_num_seqs=requests,
+        max_model_len=1_000_000,
+        max_num_batched_tokens=16_384,
+        hf_overrides={"max_position_embeddings": 1_000_000},
+    )
+    for i in range(requests):
+        add_request(scheduler, f"request-{i}", max_tokens=900_000)
+    rng = np.random.default_rng(requests)
+    worker = MadeUpWorker(scheduler, lambda _, drafts: int(rng.binomial(drafts, 0.7)))
+    side = Side(scheduler, worker)
+    side.turn(2 * TURN)
+    worker.plans.clear()
+    return side
+
+
+def measure(pair: Pair, requests: int, steps: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Microseconds a step of each variant: what we add, and vLLM's own part."""
+    sides = {variant: start(pair, variant, requests, folder) for variant in VARIANTS}
+    turns: dict[str, list[tuple[float, float]]] = {variant: [] for variant in VARIANTS}
+    gc.collect()
+    gc.freeze()  # vLLM's engine core does the same
+    for _ in range(max(3, steps // TURN)):
+        for variant, side in sides.items():
+            turns[variant].append(side.turn(TURN))
+    found = {}
+    for variant, values in turns.items():
+        added, own = zip(*values, strict=True)
+        kinds = Counter(plan.kind.value for plan in sides[variant].worker.plans)
+        found[variant] = {
+            "kinds": dict(kinds),
+            "added_us": round(statistics.median(added), 1),
+            "added_best_us": round(min(added), 1),
+            "vllm_us": round(statistics.median(own), 1),
+        }
+    for side in sides.values():
+        side.scheduler.shutdown()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", default="1,16,64,256")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--json", default="")
+    arguments = parser.parse_args()
+    os.environ.update(ENGINE_ENVIRONMENT)
+    watch_vllm()
+    report = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["VLLM_DSPARK_CACHE_DIR"] = name
+        pair = build_pair(folder, PairSpec(kind="markov", max_positions=1_000_000))
+        for requests in map(int, arguments.requests.split(",")):
+            found = measure(pair, requests, arguments.steps, folder)
+            report[str(requests)] = found
+            print(f"{requests} requests", *found.items(), sep="\n  ", flush=True)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

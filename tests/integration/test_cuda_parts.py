@@ -1,0 +1,217 @@
+"""Parts of the CUDA path that can be tried without a GPU: which graph a step gets, and chunks."""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_dspark.kernels.protocols import SamplingState
+from vllm_dspark.kernels.reference import ReferenceRejectOps
+from vllm_dspark.planning.cost import StepShape
+
+pytestmark = pytest.mark.engine  # imports vLLM's worker, which changes kernels for its process
+
+WIDTH, MAX_REQS = 4, 16
+SIZES = [1, 2, 4, 8, 16, 24, 32, 64]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_worker() -> None:
+    importlib.import_module("vllm.v1.worker.cpu.shm")
+
+
+def graphs(variable: bool = True, mode: str = "FULL_AND_PIECEWISE") -> Any:
+    """The manager as it is before capture, every graph taken as captured."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_dspark.integration.cuda_graphs import WindowGraphs
+
+    class Uncaptured(WindowGraphs):
+        def __init__(self) -> None:
+            self.compilation_config = SimpleNamespace(
+                cudagraph_capture_sizes=SIZES, max_cudagraph_capture_size=SIZES[-1]
+            )
+            self.vllm_config = SimpleNamespace(
+                speculative_config=None,
+                num_speculative_tokens=WIDTH,
+                cache_config=SimpleNamespace(use_kda_recoverssm=False),
+            )
+            self.max_num_reqs, self.decode_query_len = MAX_REQS, WIDTH + 1
+            self.cudagraph_mode = CUDAGraphMode[mode]
+            self.varlen_decode, self.lora_capture_cases = False, [0]
+            self._variable, self._forced, self.ubatch_runner = variable, None, None
+            self._candidates, self._capture_descs = {}, {}
+            self._lora_dispatch_map, self._max_lora_case = {}, 0
+            self._graphs_captured = True
+            self._init_candidates()
+            self.graphs = {d: None for found in self._capture_descs.values() for d in found}
+
+    return Uncaptured()
+
+
+@pytest.mark.parametrize(
+    ("step", "requests", "tokens", "uniform", "longest", "graph"),
+    [
+        # (tokens, requests, rows per request) of the graph; None: no request padding
+        ("native", 1, 5, 5, 5, (5, 1, 5)),
+        ("native, padded", 3, 15, 5, 5, (20, 4, 5)),
+        ("no drafts", 3, 3, 1, 1, (4, 4, 1)),
+        ("no drafts, one request", 1, 1, 1, 1, (1, 1, 1)),
+        ("trimmed", 3, 9, None, 5, (16, 16, None)),
+        ("trimmed, to a native size", 1, 5, None, 5, (8, 8, None)),
+        ("trimmed to equal rows", 4, 8, 2, 2, (8, 8, None)),
+        ("trimmed, largest", 16, 64, None, 5, (64, 16, None)),
+        ("with a prefill", 2, 5, None, None, (8, None, None)),
+        ("beyond the ladder", 14, 70, 5, 5, (70, 14, None)),
+    ],
+)
+def test_each_step_gets_its_graph(
+    step: str,
+    requests: int,
+    tokens: int,
+    uniform: int | None,
+    longest: int | None,
+    graph: tuple[int, int | None, int | None],
+) -> None:
+    """Catches a family that hides another of its size, and prefills in decode graphs."""
+    found = graphs().dispatch(requests, tokens, uniform, 0, longest)
+    assert (found.num_tokens, found.num_reqs, found.uniform_token_count) == graph, step
+
+
+def test_backends_of_uniform_rows_keep_ragged_steps_out_of_full_graphs() -> None:
+    """Catches FlashAttention 2 replaying a graph of rows it was not captured for."""
+    manager = graphs(variable=False)
+    ragged = manager.dispatch(3, 9, None, 0, WIDTH + 1)
+    assert ragged.cg_mode.name == "PIECEWISE"
+    assert manager.dispatch(3, 3, 1, 0, 1).cg_mode.name == "FULL"
+    assert StepShape.RAGGED not in manager.families()
+
+
+def test_families_are_what_profiling_measures() -> None:
+    """Catches a family with holes, and piecewise graphs priced as full ones."""
+    families = graphs().families()
+    sizes = {shape: [d.num_tokens for d in found] for shape, found in families.items()}
+    assert sizes[StepShape.RAGGED] == SIZES
+    assert sizes[StepShape.SINGLE] == [1, 2, 4, 8, 16]
+    assert sizes[StepShape.NATIVE] == [5, 10, 20, 25, 35]
+    assert all(d.cg_mode.name == "FULL" for found in families.values() for d in found)
+
+
+def test_graphs_of_any_batch_are_left_alone() -> None:
+    """Catches graphs captured twice where mode FULL already takes every batch."""
+    manager = graphs(mode="FULL")
+    assert not manager.families()
+    assert manager.dispatch(3, 9, None, 0, WIDTH + 1).cg_mode.name == "FULL"
+
+
+def test_profiling_forces_a_graph_and_gives_it_up() -> None:
+    """Catches serving in the graph that was timed last."""
+    manager = graphs()
+    timed = manager.families()[StepShape.RAGGED][3]
+    with manager.forced(timed):
+        assert manager.dispatch(1, 1, 1, 0, 1) is timed
+    assert manager.dispatch(1, 1, 1, 0, 1).uniform_token_count == 1
+
+
+def test_coarse_to_fine_visits_every_graph_once_ends_first() -> None:
+    """Catches a profile that is cut off with one end of a family unmeasured."""
+    from vllm_dspark.integration.cuda_profiling import _coarse_to_fine
+
+    families = graphs().families()
+    order = _coarse_to_fine(families)
+    assert len(order) == len({id(desc) for _, desc in order}) == sum(map(len, families.values()))
+    first = order[: 2 * len(families)]
+    for shape, found in families.items():
+        assert {d.num_tokens for s, d in first if s is shape} == {
+            found[0].num_tokens,
+            found[-1].num_tokens,
+        }
+
+
+def rejection(ops: Any, vocab: int, requests: int) -> Any:
+    from vllm_dspark.integration.rejection import DSparkRejectionSampler
+
+    states = SimpleNamespace(
+        temperature=SimpleNamespace(gpu=torch.full((requests,), 0.8)),
+        seeds=SimpleNamespace(gpu=torch.arange(requests)),
+    )
+    sampler = SimpleNamespace(
+        sampling_states=states,
+        apply_sampling_params=lambda logits, *_: logits,
+        logprobs_mode="raw_logprobs",
+        return_sampling_mask=False,
+    )
+    speculative = SimpleNamespace(
+        num_speculative_tokens=WIDTH,
+        enable_adaptive_verification=False,
+        rejection_sample_method="standard",
+    )
+    return DSparkRejectionSampler(sampler, speculative, torch.device("cpu"), ops)
+
+
+@pytest.mark.parametrize("most", [5, 7, 11, 1000])
+def test_chunks_need_no_host_lengths(most: int) -> None:
+    """Catches a budget that one chunk of logits caps, or rows that end up with the wrong request.
+
+    The host knows what was scheduled, the device what was admitted.
+    """
+    from vllm_dspark.integration.rejection import request_chunks
+
+    generator = torch.Generator().manual_seed(most)
+    requests, vocab = 6, 9
+    windows = torch.tensor([5, 1, 3, 2, 5, 4], dtype=torch.int32)
+    scheduled = np.array([5, 5, 4, 5, 5, 5])
+    bounds = torch.cat((torch.zeros(1, dtype=torch.int32), windows.cumsum(0, dtype=torch.int32)))
+    rows = int(bounds[-1])
+    logits = torch.randn(rows, vocab, generator=generator)
+    drafts = torch.randint(0, vocab, (rows,), generator=generator, dtype=torch.int32)
+    position = torch.arange(rows)
+    batch = SimpleNamespace(
+        cu_num_logits=bounds,
+        cu_num_logits_np=np.append(0, np.cumsum(scheduled)).astype(np.int32),
+        num_reqs=requests,
+        idx_mapping=torch.arange(requests),
+        idx_mapping_np=np.arange(requests),
+        expanded_idx_mapping=torch.arange(requests).repeat_interleave(windows),
+        expanded_local_pos=torch.zeros(rows, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.zeros(requests, dtype=torch.int32),
+    )
+    sampler = rejection(ReferenceRejectOps(), vocab, requests)
+    sampler.device_offsets = True
+    sampled, counts, logprobs, masks = sampler._verify_in_chunks(
+        logits, batch, None, drafts, position, most, -1, drafts
+    )
+    whole = sampler._verify(
+        logits, None, drafts, position, bounds, batch.idx_mapping, batch.idx_mapping_np,
+        batch.expanded_idx_mapping, batch.expanded_local_pos, np.zeros(requests), drafts,
+    )  # fmt: skip
+    assert torch.equal(sampled, whole[1]) and torch.equal(counts, whole[2])
+    assert logprobs is None and masks is None
+    ranges = list(request_chunks(batch.cu_num_logits_np, most))
+    assert [start for start, _ in ranges] == [0, *[end for _, end in ranges[:-1]]]
+    assert ranges[-1][1] == requests
+    lengths = [int(scheduled[a:b].sum()) for a, b in ranges]
+    assert all(n <= most or b - a == 1 for n, (a, b) in zip(lengths, ranges, strict=True))
+
+
+def test_sampling_state_is_the_samplers() -> None:
+    """Catches seeds or temperatures taken from somewhere else than vLLM's own states."""
+    seen: list[SamplingState] = []
+
+    class Spy(ReferenceRejectOps):
+        def reject(self, batch: Any, state: SamplingState, rule: Any) -> Any:
+            seen.append(state)
+            return super().reject(batch, state, rule)
+
+    sampler = rejection(Spy(), 5, 2)
+    sampler._verify(
+        torch.zeros(2, 5), None, torch.zeros(2, dtype=torch.int32), torch.arange(2),
+        torch.tensor([0, 1, 2], dtype=torch.int32), torch.arange(2), np.arange(2),
+        torch.arange(2), torch.zeros(2, dtype=torch.int32), np.zeros(2), torch.zeros(2),
+    )  # fmt: skip
+    states = sampler.sampler.sampling_states
+    assert seen[0].temperature is states.temperature.gpu
+    assert seen[0].seeds is states.seeds.gpu

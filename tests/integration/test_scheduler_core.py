@@ -1,0 +1,390 @@
+"""What the scheduler does around vLLM's own, without an engine: budgets, exclusions, tenants."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.integration.conftest import make_config
+from tests.support.costs import any_fingerprint, write_cost_table
+from tests.support.pairs import Pair
+from tests.support.schedulers import MadeUpWorker, add_request, bare_scheduler
+from vllm_dspark.artifacts.freshness import Resolution
+from vllm_dspark.integration import exclusions, startup
+from vllm_dspark.integration.conductor import tenant_of
+from vllm_dspark.integration.report import order_of
+from vllm_dspark.planning.online import BOUND
+from vllm_dspark.planning.plan import PlanBox, PlanKind, Reason, request_digest
+
+pytestmark = pytest.mark.usefixtures("runner_choice")
+
+K = 7
+DEAR = {"base_ms": 10.0, "per_token_ms": 1.0}  # at 8 requests most drafts are not worth a row
+HOPELESS = {"base_ms": 0.1, "per_token_ms": 10.0, "draft_ms": 10.0}  # no draft ever is
+CHEAP = {"base_ms": 100.0, "per_token_ms": 0.05, "draft_ms": 0.1}
+
+
+def options(folder: Path, table: dict[str, float], **changes: Any) -> dict[str, Any]:
+    path = write_cost_table(folder / "table.json", **table)
+    return {
+        "scheduling": "auto",
+        "cost_table": str(path),
+        "online_cost": False,
+        "hysteresis_steps": 0,
+        "metrics": False,
+        "log_interval_s": 0.0,
+        **changes,
+    }
+
+
+def half(_: str, drafts: int) -> int:
+    return drafts // 2
+
+
+def settled(scheduler: Any, count: int = 8, steps: int = 12, **request: Any) -> MadeUpWorker:
+    """`count` requests that have been decoding for a while."""
+    for i in range(count):
+        add_request(scheduler, f"r{i}", **request)
+    worker = MadeUpWorker(scheduler, half)
+    for _ in range(steps):
+        worker.step()
+    worker.plans.clear()
+    return worker
+
+
+def allow_mixed(scheduler: Any) -> None:
+    """As if there were evidence and a price for steps with prefill rows."""
+    from dataclasses import replace
+
+    from vllm_dspark.planning.cost import CostTable, StepMode, StepShape
+    from vllm_dspark.planning.online_cost import CostModel
+
+    conductor = scheduler.conductor
+    conductor._resolution = replace(conductor._resolution, mixed=True)
+    planner = conductor.planner
+    planner.options = replace(planner.options, mixed=True)
+    table = planner.cost.table
+    grid = table.grids[StepMode.EAGER, StepShape.RAGGED]
+    grids = {**table.grids, (StepMode.MIXED, StepShape.RAGGED): grid}
+    planner.cost = CostModel(CostTable(grids, table.draft), online=False)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_trimmed_budget_goes_to_waiting_prefills_in_the_same_schedule(
+    pair: Pair, tmp_path: Path, mixed: bool
+) -> None:
+    """Catches windows cut after scheduling, when the freed rows help nobody.
+
+    8 requests with 8 rows each fill the 64 rows of a step; what trimming frees is all that a
+    waiting prompt of 200 tokens can get.
+    """
+    scheduler = bare_scheduler(pair, options(tmp_path, DEAR), max_num_seqs=9)
+    worker = settled(scheduler)
+    scheduler.max_num_scheduled_tokens = 64
+    if mixed:
+        allow_mixed(scheduler)
+    add_request(scheduler, "waiting", prompt=range(10, 210))
+    output = worker.step()
+    (plan,) = worker.plans
+    if mixed:
+        assert plan.kind is PlanKind.TRIM
+        freed = 8 * K - plan.budget
+        assert output.num_scheduled_tokens["waiting"] == freed > 0
+        assert output.total_num_scheduled_tokens == 64
+    else:
+        assert (plan.kind, plan.reason) == (PlanKind.NATIVE, Reason.MIXED)
+        assert "waiting" not in output.num_scheduled_tokens
+
+
+def test_prefill_without_evidence_does_not_disable_decode_only_scheduling(
+    pair: Pair, tmp_path: Path
+) -> None:
+    """Catches `confidence_mixed_evidence: null` that also ends trimming of pure decode steps."""
+    scheduler = bare_scheduler(pair, options(tmp_path, DEAR), max_num_seqs=9)
+    worker = settled(scheduler)
+    add_request(scheduler, "new")
+    worker.step()
+    worker.step()
+    kinds = [plan.kind for plan in worker.plans]
+    assert kinds == [PlanKind.NATIVE, PlanKind.TRIM], [plan.reason for plan in worker.plans]
+
+
+class TestRestated:
+    """vLLM schedules something else than was planned: the plan that travels is about that."""
+
+    def cut(self, pair: Pair, folder: Path, windows: str, tokens: int) -> tuple[Any, Any]:
+        table = DEAR if windows == "device" else CHEAP
+        scheduler = bare_scheduler(pair, options(folder, table, windows=windows), max_num_seqs=8)
+        worker = settled(scheduler)
+        self.before = scheduler.conductor.restated
+        scheduler.max_num_scheduled_tokens = tokens  # less than all drafts need
+        return scheduler, worker.step()
+
+    def test_host_plan_counts_what_was_scheduled(self, pair: Pair, tmp_path: Path) -> None:
+        scheduler, output = self.cut(pair, tmp_path, "host", 40)
+        plan = order_of(output).plan
+        scheduled = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        assert scheduler.conductor.restated == self.before + 1
+        assert plan.num_requests == len(output.num_scheduled_tokens) == 5
+        assert plan.budget == scheduled == 35
+        assert plan.padded_tokens == 40
+
+    def test_device_plan_names_the_requests_that_have_drafts(
+        self, pair: Pair, tmp_path: Path
+    ) -> None:
+        """Catches a plan that the worker must refuse because a request was left out."""
+        scheduler, output = self.cut(pair, tmp_path, "device", 42)
+        order = order_of(output)
+        drafts = {name: len(d) for name, d in output.scheduled_spec_decode_tokens.items() if d}
+        table = scheduler.conductor.table
+        digest = request_digest(table.owners(table.slots(drafts)))
+        assert order.plan.kind is PlanKind.TRIM
+        assert order.plan.budget <= sum(drafts.values())
+        box = PlanBox()
+        box.put(order.plan)
+        assert box.take(order.step_id, digest, len(drafts), K) is not None, box.last_mismatch
+
+    def test_as_planned_nothing_is_restated(self, pair: Pair, tmp_path: Path) -> None:
+        for windows in ("host", "device"):
+            scheduler = bare_scheduler(pair, options(tmp_path, DEAR, windows=windows))
+            settled(scheduler)
+            before = scheduler.conductor.restated
+            worker = MadeUpWorker(scheduler, half)
+            for _ in range(6):
+                worker.step()
+            assert {plan.kind for plan in worker.plans} == {PlanKind.TRIM}
+            assert scheduler.conductor.restated == before
+
+
+class _Ragged:
+    """A custom logits processor that takes ragged rows."""
+
+    dspark_ragged_rows = True
+
+
+class _Uniform:
+    """A custom logits processor that says nothing."""
+
+
+@pytest.mark.parametrize(
+    ("limits", "changes"),
+    [({}, {"max_tokens": 5}), ({"max_model_len": 8}, {})],
+    ids=["max_tokens", "max_model_len"],
+)
+def test_what_cannot_be_emitted_is_not_admitted(
+    pair: Pair, tmp_path: Path, limits: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    """Catches a ceiling that forgets max_model_len: the budget would be spent on nothing.
+
+    After a prompt of 3 tokens and its first own one, 4 more can be emitted: 3 drafts and one token.
+    """
+    scheduler = bare_scheduler(pair, options(tmp_path, DEAR), **limits)
+    add_request(scheduler, "short", **changes)
+    MadeUpWorker(scheduler, half).step()
+    conductor = scheduler.conductor
+    slots = conductor.table.slots(["short"])
+    batch = conductor.table.batch(slots, np.array([K], np.int32), np.array([1], np.int32))
+    assert (batch.remaining.tolist(), batch.capacity.tolist()) == ([4], [3])
+    assert conductor._limits([scheduler.requests["short"]], slots)[1] == {"short": 3}
+
+
+class TestExclusions:
+    @pytest.mark.parametrize(
+        ("given", "found"),
+        [
+            (None, ()),
+            ([_Ragged], ()),
+            (["tests.integration.test_scheduler_core:_Ragged"], ()),
+            (
+                ["tests.integration.test_scheduler_core:_Uniform"],
+                ("tests.integration.test_scheduler_core:_Uniform",),
+            ),
+        ],
+    )
+    def test_processors_must_declare_that_ragged_rows_suit_them(self, given, found) -> None:
+        config = SimpleNamespace(model_config=SimpleNamespace(logits_processors=given))
+        assert exclusions.undeclared_processors(config) == found
+
+    @pytest.mark.parametrize(
+        ("changes", "word"),
+        [
+            ({}, ""),
+            ({"sampling_params": None}, "pooling"),
+            ({"resumable": True}, "resumable"),
+        ],
+    )
+    def test_requests(self, changes: dict[str, Any], word: str) -> None:
+        request = SimpleNamespace(**{"sampling_params": object(), "resumable": False, **changes})
+        reason = exclusions.exclusion(request, ())
+        assert word in reason and bool(word) is bool(reason)
+        assert "Some" in exclusions.exclusion(request, ("Some",))
+
+    @pytest.mark.parametrize("windows", ["host", "device"])
+    def test_the_whole_step_is_planned_native_before_it_runs(
+        self, pair: Pair, tmp_path: Path, windows: str
+    ) -> None:
+        """Catches a request that scheduling must not touch in a trimmed step."""
+        scheduler = bare_scheduler(pair, options(tmp_path, DEAR, windows=windows), max_num_seqs=9)
+        worker = settled(scheduler)
+        worker.step()
+        assert worker.plans[-1].kind is PlanKind.TRIM
+        add_request(scheduler, "untouchable")
+        request = scheduler.requests["untouchable"]
+        request.resumable = True
+        worker.step()  # its prompt
+        output = scheduler.schedule()
+        plan = order_of(output).plan
+        assert (plan.kind, plan.reason) == (PlanKind.NATIVE, Reason.EXCLUDED)
+        assert {len(d) for d in output.scheduled_spec_decode_tokens.values()} == {K}
+
+
+def test_settled_native_steps_learn_less_and_count_all(pair: Pair, tmp_path: Path) -> None:
+    """Catches bookkeeping that costs as much as planning, and metrics that lose steps over it."""
+    scheduler = bare_scheduler(pair, options(tmp_path, CHEAP), max_num_seqs=8)
+    worker = settled(scheduler, steps=40)
+    conductor, totals = scheduler.conductor, scheduler.dspark_totals
+    learned, steps = conductor.table.posterior.num_observed, totals.steps
+    batches = conductor.rows.states.sum()
+    for _ in range(80):
+        worker.step()
+    assert {plan.kind for plan in worker.plans} == {PlanKind.NATIVE}
+    assert totals.steps - steps == 80
+    # 8 requests, 3 of 7 drafts accepted: 4 judged; half of the steps are learned from
+    assert conductor.table.posterior.num_observed - learned == 40 * 8 * 4
+    assert conductor.rows.states.sum() - batches == 10 * 8, "one step in eight is planned"
+    slots = conductor.table.slots([f"r{i}" for i in range(8)])
+    left = scheduler.max_model_len - scheduler.requests["r0"].num_tokens
+    batch = conductor.table.batch(slots, np.full(8, K, np.int32), np.ones(8, np.int32))
+    assert set(batch.remaining.tolist()) == {left}
+
+
+class TestPauses:
+    def test_a_seeded_request_ends_a_pause_in_the_step_of_its_prompt(
+        self, pair: Pair, tmp_path: Path
+    ) -> None:
+        """Catches a first window that depends on whether neighbours had made drafting pause."""
+        scheduler = bare_scheduler(pair, options(tmp_path, HOPELESS), max_num_seqs=9)
+        worker = settled(scheduler)
+        worker.step()
+        assert not worker.plans[-1].draft_next, worker.plans[-1].reason
+        add_request(scheduler, "seeded", temperature=0.9, seed=5)
+        output = worker.step()
+        assert "seeded" in output.num_scheduled_tokens
+        assert order_of(output).draft_next
+        output = worker.step()
+        assert len(output.scheduled_spec_decode_tokens["seeded"]) == K
+
+    def test_resumes_within_two_steps_after_load_falls(self, pair: Pair, tmp_path: Path) -> None:
+        """Catches a pause that outlives its cause: prices fall, drafts are back two steps later."""
+        from vllm_dspark.artifacts.store import read_cost_table
+        from vllm_dspark.planning.online_cost import CostModel
+
+        scheduler = bare_scheduler(pair, options(tmp_path, HOPELESS, probe_interval=8))
+        worker = settled(scheduler, steps=20)
+        worker.step()
+        assert not worker.plans[-1].draft_next
+        cheap = read_cost_table(write_cost_table(tmp_path / "cheap.json", **CHEAP)).to_table()
+        scheduler.conductor.planner.cost = CostModel(cheap, online=False)
+        verified = [
+            sum(map(len, worker.step().scheduled_spec_decode_tokens.values())) for _ in range(2)
+        ]
+        assert verified == [0, 8 * K]
+
+
+class TestTenants:
+    def test_who_counts_as_a_tenant(self) -> None:
+        def of(salt: str | None, lora: str | None) -> int | None:
+            adapter = None if lora is None else SimpleNamespace(lora_name=lora)
+            return tenant_of(SimpleNamespace(cache_salt=salt, lora_request=adapter))
+
+        assert of(None, None) is None
+        assert of("a", None) == of("a", "x") != of("b", None)
+        assert of(None, "x") not in (of(None, "y"), of("x", None))
+
+    def run(self, pair: Pair, folder: Path, hostile_salts: Callable[[int], str | None]) -> Any:
+        """3 honest users whose drafts are all accepted; a stream of 50 requests gets none.
+
+        The hostile requests are short, 5 at a time, so every one of them is new.
+        """
+        length = 10_000
+        scheduler = bare_scheduler(
+            pair,
+            options(folder, CHEAP),
+            max_num_seqs=8,
+            max_model_len=length,
+            hf_overrides={"max_position_embeddings": length},
+        )
+        for i in range(3):
+            add_request(scheduler, f"honest{i}", cache_salt=f"user{i}")
+
+        def accept(name: str, drafts: int) -> int:
+            return drafts if name.startswith("honest") else 0
+
+        worker = MadeUpWorker(scheduler, accept, confidence=0.8)
+        sent = 0
+        for _ in range(500):
+            running = [r.request_id for r in scheduler.running]
+            for _ in range(5 - sum(name.startswith("bad") for name in running)):
+                add_request(scheduler, f"bad{sent}", max_tokens=50, cache_salt=hostile_salts(sent))
+                sent += 1
+            worker.step()
+        assert sent >= 50
+        return scheduler.conductor.table
+
+    def honest(self, table: Any) -> np.ndarray:
+        slots = table.slots([f"honest{i}" for i in range(3)])
+        return table.posterior.estimate(slots, np.zeros(3, dtype=bool))
+
+    def test_a_hostile_stream_of_one_tenant_does_not_move_the_others(
+        self, pair: Pair, tmp_path: Path
+    ) -> None:
+        """Catches learning that follows the loudest client.
+
+        Of 8 rows a step 5 are hostile; alone, they would take the shared rate of the first
+        position to 3/8. One tenant of four, capped, may take it to about 3/4.
+        """
+        table = self.run(pair, tmp_path, lambda i: "hostile")
+        assert table.posterior.prior(False)[0] > 0.7
+        assert self.honest(table).min() > 0.75
+        # the head says 0.8, capped traffic 0.75: next to nothing to correct
+        assert abs(table.online.calibration.greedy_offset[0]) < 0.5
+
+    def test_without_salts_what_it_can_do_is_bounded(self, pair: Pair, tmp_path: Path) -> None:
+        """A client that looks like many users is not told apart from many users.
+
+        It bends the shared rate of a position towards its share of the rows, and the calibration by
+        at most BOUND: speed at stake, never the output. Salts are what separates users.
+        """
+        table = self.run(pair, tmp_path, lambda i: None)
+        assert table.posterior.prior(False)[0] < 0.6, "the stream did not reach what is shared"
+        assert self.honest(table)[1:].min() > 0.9, "positions it never reached moved"
+        offsets = np.array(table.online.calibration.greedy_offset)
+        assert (np.abs(offsets) <= BOUND + 1e-6).all()
+
+
+class TestStartUp:
+    def test_one_draft_is_never_scheduled(self, pair: Pair, tmp_path: Path) -> None:
+        """K = 1 resolves to off, and full windows run."""
+        scheduler = bare_scheduler(
+            pair, {"scheduling": "auto", "cache_dir": str(tmp_path)}, width=1
+        )
+        assert "num_speculative_tokens = 1" in scheduler.conductor.off_reason
+        assert scheduler.conductor.planner is None
+
+    def test_demanded_freshness_is_settled_before_the_engine(
+        self, pair: Pair, tmp_path: Path
+    ) -> None:
+        """Catches a stale table that is used although freshness was demanded."""
+        given = options(tmp_path, DEAR, validate_confidence_artifact_freshness=True)
+        config = make_config(pair, given)
+        from vllm_dspark.integration.carrier import options_of
+
+        found = startup.resolve_scheduling(config, options_of(config))
+        assert isinstance(found, Resolution) and not found.scheduling
+        assert "is not from this machine and model" in found.off_reason
+        live = startup.live_fingerprint(config)
+        assert live.differences(any_fingerprint(K))
+        assert startup.live_fingerprint(make_config(pair, given)) == live

@@ -1,0 +1,130 @@
+"""vLLM's scheduler with ours on top, without engine, worker or model; a worker is made up.
+
+Milliseconds instead of an engine's ten seconds, and the same in every run.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.support.engines import DEFAULTS, dspark
+from tests.support.pairs import Pair
+from vllm_dspark.integration.report import StepReport, attach_report, order_of
+from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
+from vllm_dspark.planning.plan import PlanKind, VerifyPlan, owner_id
+
+Accept = Callable[[str, int], int]  # (request, its drafts verified) -> accepted of them
+
+
+def bare_scheduler(
+    pair: Pair, options: dict[str, Any], *, width: int = 7, blocks: int = 200_000, **overrides: Any
+) -> Any:
+    """A scheduler; overrides: engine arguments. `{"enabled": False}` gives vLLM's own."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from vllm_dspark.integration.scheduler import make_scheduler
+
+    settings = {**DEFAULTS, "enable_prefix_caching": False, **overrides}
+    config = EngineArgs(
+        model=str(pair.target),
+        speculative_config=dspark(pair.drafter, options, num_speculative_tokens=width),
+        **settings,
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = blocks
+    block_size = config.cache_config.block_size
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    make = Scheduler if options.get("enabled") is False else make_scheduler
+    return make(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        log_stats=True,
+    )
+
+
+def add_request(scheduler: Any, name: str, prompt: Sequence[int] = (10, 20, 30), **changes: Any):
+    """Queue a request; changes: of the Request (`cache_salt`) or its SamplingParams."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    own = {key: changes.pop(key) for key in ("cache_salt", "lora_request") if key in changes}
+    params = {"temperature": 0.0, "max_tokens": 10_000, "ignore_eos": True, **changes}
+    scheduler.add_request(Request(name, list(prompt), SamplingParams(**params), None, **own))
+
+
+class MadeUpWorker:
+    """Runs a scheduler's steps: accepts by `accept`, drafts K tokens when told to."""
+
+    def __init__(self, scheduler: Any, accept: Accept, confidence: float = 0.8) -> None:
+        self.scheduler = scheduler
+        self.width: int = scheduler.num_spec_tokens
+        self.plans: list[VerifyPlan] = []
+        self._accept = accept
+        self._confidence = confidence
+        self._owners: dict[str, int] = {}
+
+    def step(self) -> Any:
+        """One step; what was scheduled."""
+        output = self.scheduler.schedule()
+        ran = self.run(output)
+        self.scheduler.update_from_output(output, ran)
+        self.draft(output)
+        return output
+
+    def run(self, output: Any) -> Any:
+        """What the worker returns for a step."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        ids = list(output.num_scheduled_tokens)
+        order = order_of(output)
+        if order is not None and order.plan is not None:
+            self.plans.append(order.plan)
+        tokens = []
+        for name in ids:
+            chunk = self.scheduler.requests[name].is_prefill_chunk
+            drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            tokens.append([] if chunk else [7] * (1 + self._accept(name, drafts)))
+        index = {name: i for i, name in enumerate(ids)}
+        ran = ModelRunnerOutput(req_ids=ids, req_id_to_index=index, sampled_token_ids=tokens)
+        if order is not None:
+            attach_report(ran, self._report(output, order, ids))
+        return ran
+
+    def draft(self, output: Any) -> None:
+        """Hand drafts to the scheduler, placeholders where none were made."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        ids = list(output.num_scheduled_tokens)
+        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, [[7] * self.width for _ in ids]))
+
+    def _report(self, output: Any, order: Any, ids: list[str]) -> StepReport:
+        for name in ids:
+            self._owners.setdefault(name, owner_id(name))
+        trims = order.plan is not None and order.plan.kind is PlanKind.TRIM
+        on_device = trims and not order.plan.windows
+        share = order.plan.budget // max(len(ids), 1) if on_device else 0
+        timing = StepTiming(
+            StepMode.EAGER,
+            StepShape.RAGGED if trims else StepShape.NATIVE,
+            len(ids),
+            output.total_num_scheduled_tokens,
+            100 * len(ids),
+            20.0,
+            1.0,
+        )
+        return StepReport(
+            order.step_id if order.draft_next else 0,
+            tuple(ids),
+            np.array([self._owners[name] for name in ids]),
+            np.full((len(ids), self.width), self._confidence, dtype=np.float32),
+            (timing,),
+            dict.fromkeys(ids, share) if on_device else None,
+        )

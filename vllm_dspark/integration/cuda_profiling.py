@@ -1,0 +1,207 @@
+"""Measure what steps cost on a GPU, at start-up, by replaying the captured graphs.
+
+Each graph family is one grid: variable rows (trimmed steps), K + 1 rows (native), one row (steps
+without drafts). A dummy step is forced into a graph, with a KV load spread over its requests, then
+its logits are computed and verified and a block is drafted; events between the parts give the times
+(the very ones that `CudaClock` takes while serving). Steps queue up behind each other and are read
+once per size, so the host is not part of the times where the GPU is the slower one.
+
+Sizes are visited coarse to fine until the time is over; sizes that were left out are interpolated
+between their neighbours, so the table covers the whole ladder.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_dspark.errors import CostTableError
+from vllm_dspark.integration.cuda_graphs import WindowGraphs
+from vllm_dspark.integration.cuda_warmup import verify
+from vllm_dspark.planning.cost import CostTable, StepMode, StepShape, StepTiming, build_cost_table
+
+logger = logging.getLogger("vllm.vllm_dspark")
+
+_REPEATS = 3
+_WARMUP = 1
+BUDGET_S = 8.0
+_ALLOCATION_REPEATS = 20
+
+
+@torch.inference_mode()
+def profile_cuda(runner: Any, budget_s: float = BUDGET_S) -> CostTable:
+    """Cost table of an engine on CUDA; raises CostTableError if there is nothing to measure."""
+    manager = runner.cudagraph_manager
+    families: dict[StepShape, list[Any]] = {}
+    if isinstance(manager, WindowGraphs):
+        families = manager.families()
+    if StepShape.RAGGED not in families:
+        raise CostTableError(
+            "incomplete",
+            "no graphs of variable rows were captured, so trimmed steps have no price; steps run "
+            "native (the attention backend decides: FLASH_ATTN on Hopper has them)",
+        )
+    started = time.perf_counter()
+    nodes = _kv_nodes(runner)
+    measured: dict[tuple[StepShape, int, int], list[StepTiming]] = {}
+    plan = _coarse_to_fine(families)
+    for count, (shape, desc) in enumerate(plan):
+        ends = count < 2 * len(families)  # the ends of every family come first
+        if not ends and time.perf_counter() - started > budget_s:
+            logger.info(
+                "vllm-dspark: cost profile: %d of %d graphs measured, the others interpolated",
+                count,
+                len(plan),
+            )
+            break
+        for kv_tokens in nodes:
+            measured[shape, desc.num_tokens, kv_tokens] = _measure(runner, shape, desc, kv_tokens)
+    samples = [sample for found in measured.values() for sample in found]
+    samples += _interpolated(families, nodes, measured)
+    return build_cost_table(samples, allocation_ms=_allocation_ms(runner))
+
+
+def _coarse_to_fine(families: dict[StepShape, list[Any]]) -> list[tuple[StepShape, Any]]:
+    """All graphs: the largest and smallest of each family first, then ever finer in between."""
+    rounds: list[tuple[int, StepShape, Any]] = []
+    for shape, descs in families.items():
+        last = len(descs) - 1
+        rank = {last: -2, 0: -1}
+        level, step = 0, max(last, 1)
+        while len(rank) <= last:
+            step = max(step // 2, 1)
+            for index in range(0, last, step):
+                rank.setdefault(index, level)
+            level += 1
+        rounds += [(rank[i], shape, desc) for i, desc in enumerate(descs)]
+    ordered = sorted(rounds, key=lambda item: item[0])
+    return [(shape, desc) for _, shape, desc in ordered]
+
+
+def _kv_nodes(runner: Any) -> tuple[int, ...]:
+    """KV tokens of a whole step; two nodes give the slope of the axis."""
+    room = runner.kv_cache_config.num_blocks * runner.kernel_block_sizes[0]
+    longest = runner.max_num_reqs * (runner.max_model_len - 2 * runner.decode_query_len)
+    far = min(room // 2, longest, 262_144)
+    near = min(256 * runner.max_num_reqs // 8 + 128, far // 4)
+    return (near, far) if near > 0 else (max(far, 1),)
+
+
+def _measure(runner: Any, shape: StepShape, desc: Any, kv_tokens: int) -> list[StepTiming]:
+    """Timed replays of one graph at one KV load."""
+    num_reqs = desc.num_reqs
+    longest = runner.max_model_len - 2 * runner.decode_query_len
+    context = min(max(kv_tokens // num_reqs, 1), longest)
+    events = []
+    for _ in range(_WARMUP + _REPEATS):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        _step(runner, shape, desc, context, marks)
+        events.append(marks)
+    events[-1][-1].synchronize()
+    return [
+        StepTiming(
+            StepMode.FULL,
+            shape,
+            num_requests=num_reqs,
+            num_tokens=desc.num_tokens,
+            kv_tokens=kv_tokens,
+            forward_ms=start.elapsed_time(middle),
+            # of every family, requests determine it: the native one has each count once
+            draft_ms=middle.elapsed_time(end) if shape is StepShape.NATIVE else None,
+        )
+        for start, middle, end in events[_WARMUP:]
+    ]
+
+
+def _step(
+    runner: Any, shape: StepShape, desc: Any, context: int, marks: Sequence[torch.cuda.Event]
+) -> None:
+    """One dummy step in a given graph: target, verification and, in native steps, drafting."""
+    output = SchedulerOutput.make_empty()
+    num_reqs, num_tokens = desc.num_reqs, desc.num_tokens
+    lengths = [num_tokens // num_reqs + (i < num_tokens % num_reqs) for i in range(num_reqs)]
+    output.num_scheduled_tokens = {f"_profile_{i}": n for i, n in enumerate(lengths)}
+    output.total_num_scheduled_tokens = num_tokens
+    runner.kv_connector.set_disabled(True)
+    clock = runner.dspark_clock
+    clock.next_start = marks[0]
+    with runner.cudagraph_manager.forced(desc):
+        runner.execute_model(output, dummy_run=True, context_len=context)
+    state, runner.execute_model_state = runner.execute_model_state, None
+    verify(runner, state.hidden_states[:num_tokens], num_reqs)
+    marks[1].record()
+    if shape is StepShape.NATIVE:
+        _draft(runner, state)
+        marks[2].record()
+    else:
+        marks[2].record()
+    runner.kv_connector.set_disabled(False)
+
+
+def _draft(runner: Any, state: Any) -> None:
+    batch = state.input_batch
+    sampling = runner.sampler.sampling_states
+    device = runner.device
+    runner.speculator.propose(
+        input_batch=batch,
+        attn_metadata=state.attn_metadata,
+        slot_mappings=state.slot_mappings_by_layer,
+        last_hidden_states=state.hidden_states,
+        aux_hidden_states=state.aux_hidden_states,
+        num_sampled=torch.ones(batch.num_reqs, dtype=torch.int32, device=device),
+        num_rejected=torch.zeros(batch.num_reqs, dtype=torch.int32, device=device),
+        last_sampled=runner.req_states.last_sampled_tokens,
+        next_prefill_tokens=runner.req_states.next_prefill_tokens,
+        temperature=sampling.temperature.gpu,
+        seeds=sampling.seeds.gpu,
+        dp_sync_state=state.dp_sync_state,
+        dummy_run=True,
+    )
+
+
+def _interpolated(
+    families: dict[StepShape, list[Any]],
+    nodes: Sequence[int],
+    measured: dict[tuple[StepShape, int, int], list[StepTiming]],
+) -> list[StepTiming]:
+    """Samples of the graphs that were left out, on the line between measured neighbours."""
+    found = []
+    for shape, descs in families.items():
+        known = [d.num_tokens for d in descs if (shape, d.num_tokens, nodes[0]) in measured]
+        for kv_tokens in nodes:
+            rows = [measured[shape, size, kv_tokens] for size in known]
+            times = np.array([[sample.forward_ms for sample in row] for row in rows])
+            for desc in descs:
+                if desc.num_tokens in known:
+                    continue
+                for repeat in range(times.shape[1]):
+                    forward_ms = float(np.interp(desc.num_tokens, known, times[:, repeat]))
+                    found.append(
+                        StepTiming(
+                            StepMode.FULL,
+                            shape,
+                            desc.num_reqs,
+                            desc.num_tokens,
+                            kv_tokens,
+                            forward_ms,
+                        )
+                    )
+    return found
+
+
+def _allocation_ms(runner: Any) -> float:
+    """Time of ranking and layout on the device in a trimmed step."""
+    windows = runner.dspark_windows
+    if windows is None:
+        return 0.0
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(_ALLOCATION_REPEATS):
+        windows.launch_for_timing()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / _ALLOCATION_REPEATS
