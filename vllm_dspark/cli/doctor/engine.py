@@ -13,6 +13,8 @@ from vllm_dspark.errors import DSparkConfigError
 # FlashInfer's and vLLM's tables for two ranks; fewer for more).
 _ALL_REDUCE_BYTES = 64 << 20
 _LADDER_TOP = 512  # vLLM's largest captured size by default
+# Kinds of layers that carry state from token to token.
+RECURRENT_LAYERS = ("linear_attention", "mamba", "gated_delta_net", "short_conv", "recurrent")
 
 
 def check_options(subject: Subject) -> Iterator[Finding]:
@@ -148,7 +150,11 @@ def check_windows(subject: Subject) -> Iterator[Finding]:
         options = DSparkConfig.from_mapping(dict(subject.arguments.options))
     except DSparkConfigError:
         return  # check_options says so
-    mode, reason = settle_windows(_stand_in(subject), options)
+    try:
+        mode, reason = settle_windows(_stand_in(subject), options)
+    except AttributeError as error:  # it has come to look at more than is known here
+        yield Finding("windows", "info", f"decided when the engine starts ({error})")
+        return
     asked = options.windows
     if mode == "native":
         level: Level = "warning" if asked != "auto" else "info"
@@ -170,7 +176,11 @@ def _stand_in(subject: Subject) -> Any:
     full = "FULL" in mode.upper() and not arguments.on("enforce-eager")
     graphs = SimpleNamespace(has_full_cudagraphs=lambda: full)
     backend = _backend(subject)
+    kinds = [str(kind) for kind in subject.text_config.get("layer_types") or ()]
     return SimpleNamespace(
+        model_config=SimpleNamespace(
+            is_hybrid=any(word in kind for kind in kinds for word in RECURRENT_LAYERS)
+        ),
         parallel_config=SimpleNamespace(
             data_parallel_size=arguments.integer("data-parallel-size", 1),
             pipeline_parallel_size=arguments.integer("pipeline-parallel-size", 1),

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_dspark.artifacts.store import read_admission, read_calibration, read_cost_table
+from vllm_dspark.cli.doctor.engine import RECURRENT_LAYERS
 from vllm_dspark.cli.doctor.findings import Finding, Level
 from vllm_dspark.cli.doctor.subject import Subject
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.errors import ArtifactError, DSparkConfigError
-
-_HYBRID = ("linear_attention", "mamba", "gated_delta_net", "short_conv", "recurrent")
 
 
 def check_parallelism(subject: Subject) -> Iterator[Finding]:
@@ -110,7 +109,7 @@ def check_target(subject: Subject) -> Iterator[Finding]:
             '"scheduling": false in "dspark"',
         )
     kinds = [str(kind) for kind in text.get("layer_types") or ()]
-    hybrid = any(word in kind for kind in kinds for word in _HYBRID)
+    hybrid = any(word in kind for kind in kinds for word in RECURRENT_LAYERS)
     scaling = text.get("rope_scaling") or text.get("rope_parameters")
     has_mrope = isinstance(scaling, dict) and "mrope_section" in scaling
     if hybrid or has_mrope or "vision_config" in config:
