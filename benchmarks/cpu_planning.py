@@ -207,10 +207,34 @@ temperatures alone.
 | pair | SmolLM2-135M-Instruct, packaged drafter, bf16, eager, K = 7 for ours |
 | machine | {machine["device"]}, {machine["cores"]} cores |
 | versions | {versions} |
-| requests | {settings["tokens_per_request"]} output tokens a cell per request in flight |
+| a cell | {settings["tokens_per_request"]} output tokens per request in flight |
+| other processes | took {_foreign(found):.0%} of the machine's CPU time while cells ran |
 | modes | off: stock vLLM (V1 runner, no plugin); off-v2: V2 runner; fixedK: the plugin with \
 `"scheduling": false`, since stock vLLM has no DSpark on a CPU; ours: scheduling on |
+
+## Commands
+
+{_COMMANDS}"""
+
+
+_COMMANDS = """    P="--prompts PROMPTS.jsonl --work DIR"
+    python -m benchmarks.cpu_planning split $P
+    python -m benchmarks.cpu_planning calibrate $P --pairs PAIRS.jsonl
+    python -m benchmarks.cpu_cost_table --out DIR/cost-table.json
+    vllm-dspark bench --out DIR --workload decode --concurrency 1,2,4,8,16,32 --temperature 0,1 \\
+      --modes off,fixed1,fixed2,fixed3,fixed5,fixed7,ours --share-engines --repeats 5 \\
+      --tokens 24 --least-tokens 72 --outrank --prompts DIR/bench-prompts.jsonl \\
+      --pair '{"engine": {"enforce_eager": true}, "plugin_options": {
+        "cost_table": "DIR/cost-table.json", "calibration": "DIR/calibration.json"}}'
+    python -m benchmarks.cpu_planning page $P
 """
+
+
+def _foreign(found: Mapping[str, Any]) -> float:
+    """Share of the machine that neither the engine measured nor the idle ones had."""
+    cells, cores = found["cells"], found["fingerprint"]["cores"]
+    taken = sum(cell["cpu_s"]["foreign"] for cell in cells)
+    return float(taken / (cores * sum(cell["seconds"] for cell in cells)))
 
 
 def _overall(found: Mapping[str, Any]) -> str:

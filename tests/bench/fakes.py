@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_dspark.bench.drive import Arrival, Counters, drive, summarise
+from vllm_dspark.bench.drive import Arrival, Counters, RunningCell, drive, summarise
 from vllm_dspark.bench.modes import EngineLaunch, Mode
 from vllm_dspark.bench.workload import Ask, CellOrder
 
@@ -72,6 +72,20 @@ class FakeHost:
         self.log.append(f"run {mode.name} {len(order.asks)} {order.phases[0].concurrency}")
         engine = FakeEngine(per_step=self._speeds[mode.name])
         return summarise(drive(engine, order, engine.clock))
+
+    def begin(self, mode: Mode, order: CellOrder, seconds: float) -> dict[str, Any] | None:
+        self.log.append(f"begin {mode.name}")
+        self.fake = FakeEngine(per_step=self._speeds[mode.name])
+        self.cell = RunningCell(self.fake, order, self.fake.clock)
+        return self._slice(seconds)
+
+    def proceed(self, seconds: float) -> dict[str, Any] | None:
+        self.log.append(f"proceed {self.launch.mode.name}")
+        self.fake.now += 1000.0  # of the other modes' slices
+        return self._slice(seconds)
+
+    def _slice(self, seconds: float) -> dict[str, Any] | None:
+        return summarise(self.cell.trace) if self.cell.advance(seconds) else None
 
     def cpu_seconds(self) -> float:
         return 0.0

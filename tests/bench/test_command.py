@@ -35,7 +35,7 @@ def models(tmp_path: Path) -> list[str]:
         (["--concurrency", "0"], "0 is less than 1"),
         (["--concurrency", "4,4"], "twice"),
         (["--temperature", "hot"], "--temperature 'hot'"),
-        (["--workload", "tea"], "choose from short"),
+        (["--workload", "tea"], "choose from decode"),
         (["--pair", "{"], "is not JSON"),
         (["--pair", '{"target": "x"}'], "keys of"),
         (["--compare", "/nowhere/cells.jsonl"], "does not exist"),

@@ -1,5 +1,6 @@
 """The order of cells, resuming, and who runs what, on hosts that need no engine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,34 @@ def test_modes_take_turns_and_the_order_rotates(tmp_path: Path) -> None:
     assert found[:4] == ["off", "fixed3", "fixed7", "ours"]
     assert found[4:8] == ["fixed3", "fixed7", "ours", "off"]
     assert len(found) == 4 * 2 * 2
+
+
+def test_slices_change_the_order_and_nothing_else(tmp_path: Path) -> None:
+    """Catches a clock that runs while other modes have their turn, or cells that lose tokens."""
+    log: list[str] = []
+    modes = ("off", "fixed3", "ours")
+    what = grid(repeats=2, modes=modes)
+    for name, slice_s in (("whole", 0.0), ("sliced", 0.25)):
+        log.clear()
+        launches = [EngineLaunch(Mode.parse(m), {}, {}) for m in modes]
+        store = CellStore(tmp_path / name, PRINT)
+        run(
+            replace(what, slice_s=slice_s),
+            QUESTIONS,
+            launches,
+            lambda launch: FakeHost(launch, SPEEDS, log),
+            store,
+            Progress(),
+        )
+    whole, sliced = (CellStore(tmp_path / n, PRINT).cells for n in ("whole", "sliced"))
+    assert whole.keys() == sliced.keys()
+    for key, cell in whole.items():
+        other = sliced[key]
+        assert other.figures["tokens"] == cell.figures["tokens"]
+        assert other.figures["seconds"] == pytest.approx(cell.figures["seconds"])
+        assert other.figures["tpot_ms"] == pytest.approx(cell.figures["tpot_ms"])
+    turns = [line for line in log if line.startswith(("begin", "proceed"))]
+    assert turns[:5] == ["begin off", "begin fixed3", "begin ours", "proceed off", "proceed fixed3"]
 
 
 def test_every_engine_is_stopped(tmp_path: Path) -> None:

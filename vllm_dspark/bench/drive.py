@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm_dspark.bench.windows import Drafts
-from vllm_dspark.bench.workload import Ask, CellOrder
+from vllm_dspark.bench.workload import Ask, CellOrder, Phase
 
 Counters = dict[str, float]
 _BUCKETS = 40  # points of a cell's timeline
@@ -68,40 +68,91 @@ def drive(
     engine: Engine, order: CellOrder, clock: Callable[[], float] = time.perf_counter
 ) -> Trace:
     """Run one cell."""
-    trace, running, next_ask = Trace(), set[int](), 0
-    for phase in order.phases:
-        emitted, waiting_for = 0, None if trace.started else set(range(phase.concurrency))
-        trace.phase_starts.append(clock())
-        while emitted < phase.tokens:
-            while len(running) < phase.concurrency:
-                if next_ask == len(order.asks):
-                    raise RuntimeError(f"a cell ran out of its {next_ask} requests")
-                trace.submitted[next_ask] = clock()
-                engine.add(next_ask, order.asks[next_ask], order.temperature)
-                running.add(next_ask)
-                next_ask += 1
-            if not trace.in_flight or trace.in_flight[-1][1] != len(running):
-                trace.in_flight.append((clock(), len(running)))
-            arrived = engine.step()
-            now = clock()
-            for arrival in arrived:
-                if arrival.tokens:
-                    trace.arrivals.setdefault(arrival.request, []).append((now, arrival.tokens))
-                if arrival.done:
-                    running.discard(arrival.request)
-            if waiting_for is None:
-                emitted += sum(arrival.tokens for arrival in arrived)
-                if order.sample_s and now - trace.samples[-1][0] >= order.sample_s:
-                    trace.samples.append((now, engine.counters()))
-            elif waiting_for <= trace.arrivals.keys():
-                waiting_for = None
-                trace.before = engine.counters()
-                trace.started = trace.phase_starts[0] = clock()
-                trace.samples.append((trace.started, trace.before))
-    trace.ended = clock()
-    trace.after = engine.counters()
-    engine.cancel(sorted(running))
-    return trace
+    cell = RunningCell(engine, order, clock)
+    cell.advance()
+    return cell.trace
+
+
+class RunningCell:
+    """A cell that can be run in slices: between them its clock stands still.
+
+    Slices let several engines take turns within one cell, so that a slow stretch of the machine,
+    often seconds long, meets all of them.
+    """
+
+    def __init__(
+        self, engine: Engine, order: CellOrder, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.trace = Trace()
+        self._engine = engine
+        self._order = order
+        self._clock = clock
+        self._stopped = clock()
+        self._paused = 0.0  # seconds so far that are in no slice
+        self._running: set[int] = set()
+        self._next_ask = 0
+        self._phase = 0
+        self._emitted = 0  # tokens of the phase
+        self._first_wave: set[int] | None = set(range(order.phases[0].concurrency))
+
+    def advance(self, seconds: float | None = None) -> bool:
+        """Run for so long (None: to the end); whether the cell is done."""
+        self._paused += self._clock() - self._stopped
+        begun = self._now()
+        if not self.trace.phase_starts:
+            self.trace.phase_starts.append(begun)
+        while self._phase < len(self._order.phases):
+            self._step(self._order.phases[self._phase])
+            if seconds is not None and self._now() - begun >= seconds:
+                break
+        self._stopped = self._clock()
+        return self._phase == len(self._order.phases)
+
+    def _now(self) -> float:
+        return self._clock() - self._paused
+
+    def _step(self, phase: Phase) -> None:
+        trace, running = self.trace, self._running
+        while len(running) < phase.concurrency:
+            self._add()
+        if not trace.in_flight or trace.in_flight[-1][1] != len(running):
+            trace.in_flight.append((self._now(), len(running)))
+        arrived = self._engine.step()
+        now = self._now()
+        for arrival in arrived:
+            if arrival.tokens:
+                trace.arrivals.setdefault(arrival.request, []).append((now, arrival.tokens))
+            if arrival.done:
+                running.discard(arrival.request)
+        if self._first_wave is None:
+            self._emitted += sum(arrival.tokens for arrival in arrived)
+            if self._order.sample_s and now - trace.samples[-1][0] >= self._order.sample_s:
+                trace.samples.append((now, self._engine.counters()))
+            if self._emitted >= phase.tokens:
+                self._end_phase()
+        elif self._first_wave <= trace.arrivals.keys():
+            self._first_wave = None
+            trace.before = self._engine.counters()
+            trace.started = trace.phase_starts[0] = self._now()
+            trace.samples.append((trace.started, trace.before))
+
+    def _add(self) -> None:
+        asks, number = self._order.asks, self._next_ask
+        if number == len(asks):
+            raise RuntimeError(f"a cell ran out of its {number} requests")
+        self.trace.submitted[number] = self._now()
+        self._engine.add(number, asks[number], self._order.temperature)
+        self._running.add(number)
+        self._next_ask += 1
+
+    def _end_phase(self) -> None:
+        self._phase, self._emitted = self._phase + 1, 0
+        if self._phase < len(self._order.phases):
+            self.trace.phase_starts.append(self._now())
+            return
+        self.trace.ended = self._now()
+        self.trace.after = self._engine.counters()
+        self._engine.cancel(sorted(self._running))
 
 
 def summarise(trace: Trace) -> dict[str, Any]:

@@ -30,6 +30,12 @@ class Host(Protocol):
     def run(self, mode: Mode, order: CellOrder) -> dict[str, Any]:
         """One cell's figures."""
 
+    def begin(self, mode: Mode, order: CellOrder, seconds: float) -> dict[str, Any] | None:
+        """The first slice of a cell; its figures if that was all."""
+
+    def proceed(self, seconds: float) -> dict[str, Any] | None:
+        """A further slice of the cell that was begun."""
+
     def cpu_seconds(self) -> float:
         """CPU time that the engine's processes have used so far."""
 
@@ -84,8 +90,25 @@ class WorkerHost:
 
     def run(self, mode: Mode, order: CellOrder) -> dict[str, Any]:
         """One cell's figures; of `ours` or of a mode that shares its engine."""
+        figures = self._begin(mode, order, None)
+        if figures is None:
+            raise BenchError(f"mode {mode.name}: a whole cell came back unfinished")
+        return figures
+
+    def begin(self, mode: Mode, order: CellOrder, seconds: float) -> dict[str, Any] | None:
+        """The first slice of a cell; its figures if that was all."""
+        return self._begin(mode, order, seconds)
+
+    def proceed(self, seconds: float) -> dict[str, Any] | None:
+        """A further slice of the cell that was begun."""
+        figures: dict[str, Any] | None = self._ask({"seconds": seconds})["figures"]
+        return figures
+
+    def _begin(self, mode: Mode, order: CellOrder, seconds: float | None) -> dict[str, Any] | None:
         scheduling = mode == self._launch.mode
-        return self._ask({"scheduling": scheduling, "cell": order.as_json()})
+        command = {"scheduling": scheduling, "cell": order.as_json(), "seconds": seconds}
+        figures: dict[str, Any] | None = self._ask(command)["figures"]
+        return figures
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         if self._commands is None or self._answers is None:

@@ -17,7 +17,7 @@ from vllm_dspark.bench import gate
 from vllm_dspark.bench.modes import EngineLaunch, Mode
 from vllm_dspark.bench.process import Host, machine_cpu_seconds
 from vllm_dspark.bench.store import Cell, CellKey, CellStore
-from vllm_dspark.bench.workload import Question, Sizes, Workload, make_cell
+from vllm_dspark.bench.workload import CellOrder, Question, Sizes, Workload, make_cell
 
 Chunk = tuple[Workload, int, float, int]  # workload, concurrency, temperature, repeat
 MakeHost = Callable[[EngineLaunch], Host]
@@ -34,6 +34,7 @@ class Grid:
     repeats: int
     modes: tuple[Mode, ...]
     sizes: Sizes
+    slice_s: float = 0.0  # cells of a chunk take turns of this length; 0: one after the other
 
     def chunks(self) -> Iterator[Chunk]:
         """All chunks, repeats outermost."""
@@ -137,16 +138,56 @@ def run(
                 if not modes:
                     continue
                 order = make_cell(chunk[0], questions, *chunk[1:], grid.sizes)
+                measured = _sliced if grid.slice_s else _in_turn
                 with held.chunk():
-                    for mode in modes:
-                        figures = _measured(hosts[mode.name], mode, order, hosts)
+                    for mode, figures in measured(modes, order, hosts, grid.slice_s):
                         cell = Cell(_key(chunk, mode), figures)
                         store.add(cell)
                         progress.cell(cell)
     return facts
 
 
-def _measured(host: Host, mode: Mode, order: Any, hosts: dict[str, Host]) -> dict[str, Any]:
+Figures = dict[str, Any]
+
+
+def _in_turn(
+    modes: Sequence[Mode], order: CellOrder, hosts: dict[str, Host], _: float
+) -> Iterator[tuple[Mode, Figures]]:
+    """One whole cell after the other."""
+    for mode in modes:
+        yield mode, _measured(hosts[mode.name], mode, order, hosts)
+
+
+def _sliced(
+    modes: Sequence[Mode], order: CellOrder, hosts: dict[str, Host], seconds: float
+) -> Iterator[tuple[Mode, Figures]]:
+    """A slice of each cell in turn until all are done.
+
+    Which engine was idle when cannot be told apart any more: `foreign` is the chunk's, in shares.
+    """
+    used = {mode.name: hosts[mode.name].cpu_seconds() for mode in modes}
+    machine = machine_cpu_seconds()
+    done: dict[str, Figures] = {}
+    for mode in modes:
+        figures = hosts[mode.name].begin(mode, order, seconds)
+        if figures is not None:
+            done[mode.name] = figures
+    while left := [mode for mode in modes if mode.name not in done]:
+        for mode in left:
+            figures = hosts[mode.name].proceed(seconds)
+            if figures is not None:
+                done[mode.name] = figures
+    used = {name: hosts[name].cpu_seconds() - before for name, before in used.items()}
+    foreign = max(0.0, machine_cpu_seconds() - machine - sum(used.values()))
+    total = sum(figures["seconds"] for figures in done.values())
+    for mode in modes:
+        figures, own = done[mode.name], used[mode.name]
+        taken = foreign * figures["seconds"] / total
+        cpu = {"engine": own, "idle_engines": 0.0, "foreign": taken}
+        yield mode, {**figures, "cpu_s": cpu}
+
+
+def _measured(host: Host, mode: Mode, order: CellOrder, hosts: dict[str, Host]) -> dict[str, Any]:
     """One cell, and what else the machine did meanwhile."""
     own, machine = host.cpu_seconds(), machine_cpu_seconds()
     others = {id(other): other for other in hosts.values() if other is not host}

@@ -165,6 +165,14 @@ class ServerHost:
             raise BenchError(f"mode {mode.name}: the server was not started")
         return summarise(drive(self._engine, order))
 
+    def begin(self, mode: Mode, order: CellOrder, seconds: float) -> dict[str, Any] | None:
+        """Not for servers: their streams do not stand still."""
+        raise BenchError("servers cannot run cells in slices: leave out --slices")
+
+    def proceed(self, seconds: float) -> dict[str, Any] | None:
+        """As `begin`."""
+        raise BenchError("servers cannot run cells in slices: leave out --slices")
+
     def cpu_seconds(self) -> float:
         """CPU time of the server's processes."""
         return session_cpu_seconds(self._server.pid) if self._server is not None else 0.0

@@ -1,8 +1,9 @@
 """A process with one engine in it: `python -m vllm_dspark.bench.worker IN OUT`.
 
 IN and OUT are inherited file descriptors that carry JSON lines; standard output is vLLM's. The
-first line is the launch, answered when the engine is up; every further one is a cell. Between
-lines the process waits in `read` and burns nothing.
+first line is the launch, answered when the engine is up; every further one begins a cell or goes on
+with it, for a slice of time or to its end. Between lines the process waits in `read` and burns
+nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import IO, Any
 
-from vllm_dspark.bench.drive import Arrival, Counters, drive, summarise
+from vllm_dspark.bench.drive import Arrival, Counters, RunningCell, summarise
 from vllm_dspark.bench.workload import Ask, CellOrder
 
 
@@ -51,13 +52,17 @@ def serve(commands: IO[str], answers: IO[str]) -> None:
     begun = time.perf_counter()
     local = LocalEngine(launch["arguments"])
     answer({"start_s": time.perf_counter() - begun, **local.engine.describe()})
+    cell: RunningCell | None = None
     for line in commands:
         command = json.loads(line)
-        if launch["switchable"]:
-            local.engine.set_scheduling(command["scheduling"])
-        cpu = time.process_time()
-        result = summarise(drive(local, CellOrder.of_json(command["cell"])))
-        answer({**result, "cpu_s": time.process_time() - cpu})
+        if "cell" in command:
+            if launch["switchable"]:
+                local.engine.set_scheduling(command["scheduling"])
+            cell = RunningCell(local, CellOrder.of_json(command["cell"]))
+        if cell is None:
+            raise RuntimeError("a cell was to go on before one had begun")
+        done = cell.advance(command["seconds"])
+        answer({"done": done, "figures": summarise(cell.trace) if done else None})
     local.engine.shutdown()
 
 

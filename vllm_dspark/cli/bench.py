@@ -56,6 +56,7 @@ class BenchOptions:
     prompts: Path | None = None
     max_prompt_characters: int = 400
     pair: dict[str, Any] = field(default_factory=dict)  # other fields of PairSpec
+    slice_s: float = 0.0
     server: bool = False
     share_engines: bool = False
     engine_process: bool = False
@@ -128,6 +129,11 @@ def _pair_fields(text: str) -> dict[str, Any]:
 
 def run_bench(options: BenchOptions, console: Console) -> dict[str, Any]:
     """Measure what is missing in the run's folder, then write report, plots and tables."""
+    if options.slice_s and (options.share_engines or options.server):
+        raise BenchError(
+            "--slices lets engines take turns within a cell, which neither modes that share an "
+            "engine nor servers can: leave out --share-engines and --server"
+        )
     pair = _pair(options)
     grid = _grid(options)
     questions = _questions(options, pair)
@@ -202,6 +208,7 @@ def _grid(options: BenchOptions) -> Grid:
         options.repeats,
         options.modes,
         options.sizes,
+        options.slice_s,
     )
 
 
@@ -241,6 +248,7 @@ def _settings(options: BenchOptions) -> dict[str, Any]:
         "temperatures": list(options.temperatures),
         "workloads": [workload.name for workload in options.workloads],
         "repeats": options.repeats,
+        "slice_s": options.slice_s,
         "tokens_per_request": options.sizes.tokens_per_request,
         "prompts": options.prompts.name if options.prompts else "demo",
         **{k: v for k, v in options.pair.items() if k != "plugin_options"},

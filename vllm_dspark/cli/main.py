@@ -156,6 +156,9 @@ def bench(
     share_engines: Annotated[
         bool, typer.Option("--share-engines", help="Run ours and pluginK in one engine.")
     ] = False,
+    slices: Annotated[
+        float, typer.Option(min=0.0, help="Modes take turns of so many seconds within a cell.")
+    ] = 0.0,
     outrank: Annotated[
         bool, typer.Option("--outrank", help="Engines go before all else on the machine (root).")
     ] = False,
@@ -199,6 +202,7 @@ def bench(
             server=server,
             engine_process=engine_process,
             share_engines=share_engines,
+            slice_s=slices,
             outrank=outrank,
             gates=(start_gate, gate, gate_seconds),
         )
