@@ -36,7 +36,7 @@ def _compiled_step(a):
     entry.schedule(w, a.load, a.requests, d, n)
     entry.add(w, a.learner, a.load, a.requests, d)
     entry.complete(w, a.load, a.requests, a.costs, d, n, plan[0], plan[3])
-    entry.learn(w, a.learner, a.load, a.requests, d, n, made_by)
+    entry.learn(w, a.learner, a.planner, a.load, a.requests, d, n, made_by)
     if not n:
         return ()
     return KINDS[plan[0]], REASONS[plan[1]], int(plan[2]), bool(plan[3]), windows

@@ -151,13 +151,17 @@ class RealPlanner:
             self.tables[d].add(
                 name,
                 sampled=bool(a.requests.request[state.R_SAMPLED, request]),
-                remaining=int(a.requests.request[state.R_LIMIT, request]),
+                remaining=int(a.requests.request[state.R_LIMIT, request]) - 1,
             )
 
     def _learn(self, d: int, order: IntArray, made_by: int) -> None:
         w, table = self.arrays.world, self.tables[d]
         n = order.size
         names = [self._names[d][slot] for slot in order.tolist()]
+        if self.planners[d].resting:
+            if n:
+                table.count_emitted(table.slots(names), w.batch[state.PASSED, :n].astype(np.int64))
+            return
         if n:
             judged = w.batch[state.JUDGED, :n].astype(np.int64)
             passed = w.batch[state.PASSED, :n].astype(np.int64)

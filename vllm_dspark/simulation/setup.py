@@ -235,4 +235,4 @@ def _planner(replicas: int, slots: int, width: int) -> state.Planner:
     status = _ints(replicas, state.NUM_PLANNER_STATES)
     status[:, state.LAST_SIZE] = -1
     floats = np.zeros((3, width * slots), dtype=np.float32)
-    return state.Planner(status, floats, _ints(5, slots))
+    return state.Planner(status, floats, _ints(5, slots), _ints(replicas, 2, slots))

@@ -9,6 +9,7 @@ from vllm_dspark.simulation.core.state import (
     ALIVE,
     ARGMAX,
     ARRIVED,
+    DUE,
     EARLY_STOP,
     FIXED,
     HISTORY,
@@ -54,10 +55,18 @@ def _ours(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
     width = w.row.shape[3]
     arrived, waiting = w.rep[d, ARRIVED], w.rep[d, QUEUE_SIZE]
     w.rep[d, ARRIVED] = 0
-    if planner.shortcut(p, o, d, n, arrived, waiting, mixed):
-        return planner.repeat(p, d, n, drafts, w.batch[TAKEN])
+    owners = w.slot[d, INSTANCE]
+    for i in range(n):
+        w.batch[JUDGED, i] = owners[w.batch[ORDER, i]] + 1
+    if planner.shortcut(p, o, d, n, drafts == width, arrived, waiting, mixed, w.batch[JUDGED]):
+        plan = planner.repeat(p, d, n, drafts, w.batch[TAKEN])
+        if o.device and plan.kind == TRIM:
+            for i in range(n):
+                w.batch[JUDGED, i] = x.slot[d, L_REMAINING, w.batch[ORDER, i]]
+            _spread(w, x, p, d, n, width, plan.budget)
+        return plan
     stamp = w.slot[d, STAMP, w.batch[ORDER, 0]]
-    learner.gather(
+    fresh = learner.gather(
         x, d, w.batch[ORDER], n, stamp, load.by_posterior, p.floats[ALIVE], p.ints[P_KNOWN]
     )
     for i in range(n):
@@ -77,6 +86,8 @@ def _ours(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
         w.batch[JUDGED],
         w.batch[TAKEN],
     )
+    may_repeat = drafts == width and not fresh
+    planner.allow(p, d, n, may_repeat, plan, w.batch[ORDER], owners, w.batch[TAKEN])
     if o.device and plan.kind == TRIM:
         _spread(w, x, p, d, n, width, plan.budget)
     return plan
@@ -117,11 +128,15 @@ def _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
 
 
 @inner
-def _learn(w, x, load, t, d, n, stamp):
+def _learn(w, x, p, load, t, d, n, stamp):
     """Conductor.learn: outcomes first, then the rows that have arrived."""
-    learner.record_outcomes(
-        x, d, w.batch[ORDER], n, stamp, w.batch[JUDGED], w.batch[PASSED], load.learn
-    )
+    if planner.resting(p, d):
+        learner.count_emitted(x, d, w.batch[ORDER], n, w.batch[PASSED])
+        return
+    if n:
+        learner.record_outcomes(
+            x, d, w.batch[ORDER], n, stamp, w.batch[JUDGED], w.batch[PASSED], load.learn
+        )
     place = (w.rep[d, STEP] - load.lag) % HISTORY
     shown = w.row_stamp[d, place]
     if shown == 0 or shown != w.rep[d, STEP] - load.lag:
@@ -137,7 +152,8 @@ def _learn(w, x, load, t, d, n, stamp):
         x.slot[d, L_ROW_STAMP, slot] = shown
         w.batch[STARTED, count] = slot
         count += 1
-    learner.pair(x, d, w.batch[STARTED], count, load.learn)
+    if x.scalars[d, DUE]:
+        learner.pair(x, d, w.batch[STARTED], count, load.learn)
 
 
 @inner
@@ -147,7 +163,7 @@ def _add(w, x, load, t, d):
         slot = w.batch[STARTED, i]
         j = w.slot[d, INSTANCE, slot]
         r = load.trace[j]
-        learner.add(x, d, slot, load.owner[j], t.request[R_SAMPLED, r], t.request[R_LIMIT, r])
+        learner.add(x, d, slot, load.owner[j], t.request[R_SAMPLED, r], t.request[R_LIMIT, r] - 1)
 
 
 def _entries(stamp: int):
@@ -178,9 +194,9 @@ def _entries(stamp: int):
             if n:
                 w.kinds[plan.kind, plan.reason] += 1
             if ours and n:
-                _learn(w, x, load, t, d, n, made_by)
+                _learn(w, x, p, load, t, d, n, made_by)
             elif ours:
-                _learn(w, x, load, t, d, 0, 0)
+                _learn(w, x, p, load, t, d, 0, 0)
         return max_steps
 
     @entry
@@ -227,9 +243,11 @@ def _entries(stamp: int):
         return w.counts[N_STARTED]
 
     @entry
-    def learn(w: World, x: Learner, load: Load, t: Requests, d: int, n: int, made_by: int) -> int:
+    def learn(
+        w: World, x: Learner, p: Planner, load: Load, t: Requests, d: int, n: int, made_by: int
+    ) -> int:
         if stamp >= 0:
-            _learn(w, x, load, t, d, n, made_by)
+            _learn(w, x, p, load, t, d, n, made_by)
         return n
 
     return run, begin, schedule, complete, start, decide, add, learn

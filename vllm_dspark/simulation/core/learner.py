@@ -18,6 +18,7 @@ from vllm_dspark.simulation.core.state import (
     BIAS,
     BUCKETS,
     CAP_UNTIL,
+    DUE,
     HITS,
     IDENTITY,
     L_ACCEPTED,
@@ -28,13 +29,14 @@ from vllm_dspark.simulation.core.state import (
     L_ROW_OWNER,
     L_ROW_STAMP,
     L_SAMPLED,
+    NUM_OBSERVES,
     OBSERVED,
+    OUTCOMES,
     P_ACCEPTED,
     P_OFFSET,
     P_START,
     P_SUMS,
     P_TRIALS,
-    PAIRINGS,
     RESIDUAL,
     SEEN,
     SHRINKAGE,
@@ -55,6 +57,7 @@ _FORGET = posterior._FORGET_SHARED
 _ROW_WEIGHT = np.float32(posterior._ROW_WEIGHT)
 _LOWEST, _HIGHEST = posterior._LOWEST, posterior._HIGHEST
 _LUCK = np.float32(1.0 + posterior._KEEP_REQUEST)
+_SHARED_ROWS = posterior._SHARED_ROWS
 _LEARN_PERIOD, _LEARN_ROWS = request_table._LEARN_PERIOD, request_table._LEARN_ROWS
 _BOUND, _STEP, _ENOUGH, _RIDGE = online.BOUND, online._STEP, online._ENOUGH, online._RIDGE
 _CAP_REFRESH, _CAP_KEEP = 16, 0.9
@@ -118,14 +121,29 @@ def _cap_close(x: Learner, d: int, which: int):
 @inner
 def record_outcomes(x: Learner, d: int, slots, n: int, stamp: int, admitted, accepted, learn: int):
     """RequestTable.record_outcomes for the first n of `slots`."""
+    count_emitted(x, d, slots, n, accepted)
+    _observe(x, d, slots, n, admitted, accepted)
+    scalars, states = x.scalars[d], x.slot[d]
+    scalars[OUTCOMES] += 1
+    if scalars[OUTCOMES] % _LEARN_PERIOD:
+        return
+    if scalars[DUE]:
+        states[L_OUTCOME] = 0
     for i in range(n):
         slot = slots[i]
-        x.slot[d, L_OUTCOME, slot] = stamp
-        x.slot[d, L_ADMITTED, slot] = admitted[i]
-        x.slot[d, L_ACCEPTED, slot] = accepted[i]
-        x.slot[d, L_REMAINING, slot] = max(x.slot[d, L_REMAINING, slot] - accepted[i] - 1, 0)
-    _observe(x, d, slots, n, admitted, accepted)
+        states[L_OUTCOME, slot] = stamp
+        states[L_ADMITTED, slot] = admitted[i]
+        states[L_ACCEPTED, slot] = accepted[i]
+    scalars[DUE] = 1
     pair(x, d, slots, n, learn)
+
+
+@inner
+def count_emitted(x: Learner, d: int, slots, n: int, accepted):
+    """RequestTable.count_emitted."""
+    left = x.slot[d, L_REMAINING]
+    for i in range(n):
+        left[slots[i]] = max(left[slots[i]] - accepted[i] - 1, 0)
 
 
 @inner
@@ -140,14 +158,16 @@ def _observe(x: Learner, d: int, slots, n: int, admitted, accepted):
         if trials > 0:
             residual *= _KEEP
             count *= _KEEP
-        gained = accepted[i] - np.float64(expected[group, trials])
-        own[RESIDUAL, slot] = np.float32(np.float64(residual) + gained)
+        residual = np.float32(np.float64(residual) + accepted[i])
+        own[RESIDUAL, slot] = np.float32(residual - expected[group, trials])
         own[TRIALS, slot] = np.float32(np.float64(count) + trials)
         num_shared += trials
-        if trials > 0:
-            _cap_count(x, d, _POSTERIOR, x.slot[d, L_OWNER, slot])
-    if not num_shared:
+    x.scalars[d, NUM_OBSERVES] += 1
+    if int(x.scalars[d, NUM_OBSERVES]) % (1 + n // _SHARED_ROWS) or not num_shared:
         return
+    for i in range(n):
+        if min(admitted[i], accepted[i] + 1) > 0:
+            _cap_count(x, d, _POSTERIOR, x.slot[d, L_OWNER, slots[i]])
     x.scalars[d, OBSERVED] += num_shared
     _cap_close(x, d, _POSTERIOR)
     for i in range(n):
@@ -230,13 +250,13 @@ def pair(x: Learner, d: int, slots, n: int, learn: int):
             matched += 1
     if not matched:
         return
-    x.scalars[d, PAIRINGS] += 1
-    pairings = int(x.scalars[d, PAIRINGS])
-    if learn and pairings % _LEARN_PERIOD == 0:
-        _learn(x, d, slots, n, matched, pairings)
+    if learn:
+        _learn(x, d, slots, n, matched, int(x.scalars[d, OUTCOMES]))
+    outcomes = x.slot[d, L_OUTCOME]
     for i in range(n):
         if _matches(x, d, slots[i]):
-            x.slot[d, L_OUTCOME, slots[i]] = 0
+            outcomes[slots[i]] = 0
+    x.scalars[d, DUE] = 1.0 if outcomes.any() else 0.0
 
 
 @inner
@@ -247,11 +267,11 @@ def _matches(x: Learner, d: int, slot: int) -> bool:
 
 
 @inner
-def _learn(x: Learner, d: int, slots, n: int, matched: int, pairings: int):
+def _learn(x: Learner, d: int, slots, n: int, matched: int, turn: int):
     """OnlineCalibration.observe on some of the matched rows."""
     width = x.row.shape[2]
-    # np.roll(matched rows, 7 * pairings)[:limit] without the array
-    shift = 7 * pairings % matched
+    # np.roll(matched rows, 7 * turn)[:limit] without the array
+    shift = 7 * turn % matched if matched > _LEARN_ROWS else 0
     chosen = np.zeros(n, dtype=np.bool_)
     place = 0
     for i in range(n):
@@ -328,11 +348,14 @@ def _move_offsets(x: Learner, d: int):
 
 @inner
 def gather(x: Learner, d: int, slots, n: int, draft_stamp: int, by_posterior: int, out, known):
-    """RequestTable.batch: fill out[k * n + i] with conditional acceptances, and `known`."""
+    """RequestTable.batch: fill out[k * n + i] with conditional acceptances, and `known`.
+
+    Returns whether some rows are about the very drafts to be verified.
+    """
     width = x.prior.shape[2]
     everybody = x.scalars[d, OBSERVED] >= _ENOUGH_OBSERVED
     states, own_sums, rows, priors = x.slot[d], x.own[d], x.row[d], x.prior[d]
-    shrinkage = np.float32(x.scalars[d, SHRINKAGE])
+    shrinkage, fresh = np.float32(x.scalars[d, SHRINKAGE]), False
     for i in range(n):
         slot = slots[i]
         group = states[L_SAMPLED, slot]
@@ -346,6 +369,7 @@ def gather(x: Learner, d: int, slots, n: int, draft_stamp: int, by_posterior: in
         current = usable and age == 0
         if current and group:
             usable = current = False
+        fresh = fresh or current
         known[i] = usable or everybody or own_sums[TRIALS, slot] > 0.0
         own = own_sums[RESIDUAL, slot] / (own_sums[TRIALS, slot] + shrinkage)
         for k in range(width):
@@ -358,6 +382,7 @@ def gather(x: Learner, d: int, slots, n: int, draft_stamp: int, by_posterior: in
             out[k * n + i] = estimate
         if usable and by_posterior and not current:
             _blend(x, d, slot, group, n, i, out)
+    return fresh
 
 
 @inner

@@ -8,7 +8,8 @@ tests/simulation/test_fast_planner.py holds both against each other step by step
 import numpy as np
 
 from vllm_dspark.planning import budget as budgets
-from vllm_dspark.planning import drain, hysteresis, planner
+from vllm_dspark.planning import drain, hysteresis
+from vllm_dspark.planning import repeat as repeat_rules
 from vllm_dspark.planning.plan import Reason
 from vllm_dspark.simulation.core.costs import (
     between,
@@ -24,6 +25,7 @@ from vllm_dspark.simulation.core.state import (
     ALIVE,
     KIND,
     LARGEST,
+    LAST_KIND,
     LAST_REASON,
     LAST_SIZE,
     NATIVE,
@@ -35,6 +37,7 @@ from vllm_dspark.simulation.core.state import (
     P_KNOWN,
     PROBING,
     RAGGED,
+    REPEATABLE,
     SINCE_DRAFT,
     SKIP,
     STREAK,
@@ -57,7 +60,8 @@ _NO_DRAFTS, _SKIP_GAIN = _CODE[Reason.NO_DRAFTS], _CODE[Reason.SKIP_GAIN]
 _SKIP_LEFTOVER = _CODE[Reason.SKIP_LEFTOVER]
 _PROBE_DRAFT, _PROBE_VERIFY = _CODE[Reason.PROBE_DRAFT], _CODE[Reason.PROBE_VERIFY]
 
-_LAZY_AFTER, _LAZY_PERIOD = planner._LAZY_AFTER, planner._LAZY_PERIOD
+_LAZY_AFTER, _LAZY_PERIOD = repeat_rules._LAZY_AFTER, repeat_rules._LAZY_PERIOD
+_LAZY_REQUESTS = repeat_rules._LAZY_REQUESTS
 _NUM_CANDIDATES = budgets._NUM_CANDIDATES
 _ROUNDING = hysteresis._ROUNDING
 _SHRUNK, _CRITICAL = drain._SHRUNK, drain._CRITICAL
@@ -75,23 +79,78 @@ def draining(p: Planner, d: int, n: int, arrived: int, waiting: int) -> bool:
 
 
 @inner
-def shortcut(p: Planner, o: Options, d: int, n: int, arrived: int, waiting: int, mixed: bool):
-    """Planner.shortcut: whether the settled native decision stands."""
-    s = p.state[d]
-    if not o.lazy or s[LAST_SIZE] < 0 or s[NATIVE_STREAK] < _LAZY_AFTER:
+def shortcut(
+    p: Planner,
+    o: Options,
+    d: int,
+    n: int,
+    full: bool,  # every request has its K drafts
+    arrived: int,
+    waiting: int,
+    mixed: bool,
+    owners,  # [n]
+) -> bool:
+    """Planner.shortcut: whether the previous decision stands for this step too (repeat.py)."""
+    s, last = p.state[d], p.last[d]
+    if not o.lazy or arrived or mixed or s[LAST_SIZE] != n:
         return False
-    if s[NATIVE_STREAK] % _LAZY_PERIOD == 0 or arrived or mixed or s[LAST_SIZE] != n:
-        return False
-    draining(p, d, n, 0, waiting)
-    s[PROBING] = s[SINCE_DRAFT] = 0
-    s[NATIVE_STREAK] += 1
-    return True
+    if s[LAST_KIND] == NATIVE:
+        if s[NATIVE_STREAK] < _LAZY_AFTER or s[NATIVE_STREAK] % _LAZY_PERIOD == 0:
+            return False
+    else:
+        if not s[REPEATABLE] or not full:
+            return False
+        for i in range(n):
+            if last[0, i] != owners[i]:
+                return False
+    drains = draining(p, d, n, 0, waiting)
+    return not (drains and s[LAST_KIND] == TRIM)
 
 
 @inner
 def repeat(p: Planner, d: int, n: int, drafts: int, out):
     """The plan that `shortcut` allowed."""
-    return _native(p.state[d], n, drafts, p.state[d, LAST_REASON], 0.0, 0.0, out)
+    s = p.state[d]
+    reason = s[LAST_REASON]
+    if s[LAST_KIND] == NATIVE:
+        decision = _native(s, n, drafts, reason, 0.0, 0.0, out)
+    else:
+        budget = 0
+        for i in range(n):
+            out[i] = p.last[d, 1, i]
+            budget += out[i]
+        decision = Decision(TRIM, reason, budget, True, 0.0, 0.0)
+    _note(s, n, decision)
+    return decision
+
+
+@inner
+def allow(p: Planner, d: int, n: int, may_repeat: bool, decision, order, owners, drafts):
+    """Repetition.allow: a trimmed plan of a large batch serves one more step."""
+    if decision.kind != TRIM or not decision.draft_next or not may_repeat or n < _LAZY_REQUESTS:
+        return
+    p.state[d, REPEATABLE] = 1
+    for i in range(n):
+        p.last[d, 0, i] = owners[order[i]] + 1
+        p.last[d, 1, i] = drafts[i]
+
+
+@inner
+def resting(p: Planner, d: int) -> bool:
+    """Repetition.resting: the coming steps repeat a settled native decision."""
+    streak = p.state[d, NATIVE_STREAK]
+    return streak >= _LAZY_AFTER and 1 <= streak % _LAZY_PERIOD <= _LAZY_PERIOD // 2
+
+
+@inner
+def _note(s, n: int, decision: Decision):
+    """Planner._finish: advance what depends on the plan that was made."""
+    s[PROBING] = int(decision.reason == _PROBE_DRAFT)
+    s[SINCE_DRAFT] = 0 if decision.draft_next else s[SINCE_DRAFT] + 1
+    settled = decision.reason in (_NATIVE_BEST, _MIN_GAIN)
+    s[NATIVE_STREAK] = s[NATIVE_STREAK] + 1 if settled else 0
+    s[LAST_SIZE], s[LAST_REASON], s[LAST_KIND] = n, decision.reason, decision.kind
+    s[REPEATABLE] = 0
 
 
 @inner
@@ -113,12 +172,7 @@ def plan(
     """Planner.plan on what `gather` left in p.floats[ALIVE] and p.ints[P_KNOWN]."""
     drains = draining(p, d, n, arrived, waiting)
     decision = _decide(p, o, c, d, n, width, drafts, kv_tokens, drains, mixed, remaining, out)
-    s = p.state[d]
-    s[PROBING] = int(decision.reason == _PROBE_DRAFT)
-    s[SINCE_DRAFT] = 0 if decision.draft_next else s[SINCE_DRAFT] + 1
-    settled = decision.reason in (_NATIVE_BEST, _MIN_GAIN)
-    s[NATIVE_STREAK] = s[NATIVE_STREAK] + 1 if settled else 0
-    s[LAST_SIZE], s[LAST_REASON] = n, decision.reason
+    _note(p.state[d], n, decision)
     return decision
 
 

@@ -96,13 +96,16 @@ NUM_SHARED = 7
 SEEN, HITS = range(2)
 SLOPE, BIAS = range(2)
 # Columns of Learner.scalars (CAP_UNTIL: two).
-UNTIL_REFRESH, SHRINKAGE, BETWEEN, WITHIN, OBSERVED, PAIRINGS, IDENTITY, CAP_UNTIL = range(8)
-NUM_LEARNER_SCALARS = 9
+UNTIL_REFRESH, SHRINKAGE, BETWEEN, WITHIN, OBSERVED, OUTCOMES, IDENTITY, DUE, NUM_OBSERVES = range(
+    9
+)
+CAP_UNTIL = 9
+NUM_LEARNER_SCALARS = 11
 
 # Columns of Planner.state.
 KIND, WANTED, STREAK, LARGEST, SINCE_DRAFT, PROBING, NATIVE_STREAK, UNJUDGED = range(8)
-LAST_SIZE, LAST_REASON = 8, 9
-NUM_PLANNER_STATES = 10
+LAST_SIZE, LAST_REASON, LAST_KIND, REPEATABLE, FRESH = range(8, 13)
+NUM_PLANNER_STATES = 13
 # Rows of Planner.floats and Planner.ints.
 ALIVE, KEYS, ASCENDING = range(3)
 P_CAPACITY, P_FLOOR, P_FULL, P_KEPT, P_KNOWN = range(5)
@@ -208,6 +211,7 @@ class Planner(NamedTuple):
     state: Array  # [D, NUM_PLANNER_STATES] int64
     floats: Array  # [3, K * S] float32, position-major
     ints: Array  # [5, S] int64
+    last: Array  # [D, 2, S] int64: owners and drafts of a trimmed plan that may serve once more
 
 
 class Ranked(NamedTuple):
