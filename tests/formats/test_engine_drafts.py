@@ -14,64 +14,12 @@ import numpy as np
 import pytest
 
 from tests.formats.drafter_reference import ReferenceDrafter, ReferenceTarget
-from tests.formats.drafters import random_drafter
+from tests.formats.drafters import DEEPSPEC, HEADS, LAYERS, SPEC, SPECULATORS, V, random_drafter
 from tests.support.engines import dspark, engine, runner_of
-from tests.support.pairs import PairSpec
 from tests.support.targets import build_target
 
 pytestmark = pytest.mark.engine
 
-SPEC = PairSpec(symbols=94, kind="random", seed=11)
-V = SPEC.vocab_size
-LAYERS = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 96,
-    "vocab_size": V,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "max_position_embeddings": 64,  # the engine's context is longer: the table has to grow
-}
-HEADS = {
-    "markov_rank": 16,
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-    "mask_token_id": SPEC.special_ids["<mask>"],
-}
-DEEPSPEC = {
-    **LAYERS,
-    **HEADS,
-    "architectures": ["Qwen3DSparkModel"],
-    "model_type": "qwen3",
-    "block_size": 5,
-    "target_layer_ids": [-1, 1],
-}
-SPECULATORS = {
-    **HEADS,
-    "architectures": ["DSparkDraftModel"],
-    "speculators_model_type": "dspark",
-    "block_size": 5,
-    "draft_vocab_size": 40,
-    "target_hidden_size": 64,
-    "aux_hidden_state_layer_ids": [1, 3],
-    "speculators_config": {
-        "algorithm": "dspark",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
-        "verifier": {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]},
-    },
-    "transformer_layer_config": {
-        **LAYERS,
-        "model_type": "qwen3",
-        "hidden_size": 48,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 12,
-        "use_sliding_window": True,
-    },
-}
 GEMMA4 = {
     **LAYERS,
     **HEADS,
