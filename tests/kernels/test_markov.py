@@ -55,6 +55,8 @@ def make_step(num_reqs, columns, vocab, hidden, *, target_vocab=None, dtype=torc
     req_index = torch.randperm(SLOTS, generator=generator)[:num_reqs]
     if num_reqs > 2:
         req_index[1] = -1  # a padded row between live ones
+    # As the engine hands it over: the first column of a [R, K] buffer that repeats the slot.
+    req_index = torch.stack([req_index] * columns, 1)[:, 0]
     batch = DraftBatch(
         (torch.randn(num_reqs, columns, vocab, generator=generator) * 2).to(dtype),
         torch.randn(num_reqs, columns, hidden, generator=generator).to(dtype),

@@ -70,6 +70,7 @@ def sample_column_kernel(
     stride_latent,
     stride_pos,
     stride_tok,
+    stride_req,
     FIRST: tl.constexpr,
     BACKWARDS: tl.constexpr,
     RANK: tl.constexpr,
@@ -93,7 +94,7 @@ def sample_column_kernel(
     lanes = tl.arange(0, BLOCK_V)
     ranks = tl.arange(0, BLOCK_K)
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    slot = tl.load(req_index_ptr + rows, mask=rows < num_reqs, other=-1)
+    slot = tl.load(req_index_ptr + rows * stride_req, mask=rows < num_reqs, other=-1).to(tl.int64)
     live = slot >= 0
     half = num_reqs * NUM_PARTS
     row64 = rows.to(tl.int64)
@@ -205,6 +206,7 @@ def latent_kernel(
     column,
     stride_proj,
     stride_tok,
+    stride_req,
     FIRST: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     KIND: tl.constexpr,
@@ -218,7 +220,7 @@ def latent_kernel(
 ):
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     outs = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
-    live = tl.load(req_index_ptr + rows, mask=rows < num_reqs, other=-1) >= 0
+    live = tl.load(req_index_ptr + rows * stride_req, mask=rows < num_reqs, other=-1) >= 0
     row64 = rows.to(tl.int64)
     if FIRST:
         token = tl.load(anchor_ptr + rows, mask=live, other=0)
@@ -316,6 +318,7 @@ def finish_block_kernel(
     w1_ptr,
     num_reqs,
     stride_tok,
+    stride_req,
     stride_conf,
     stride_hr,
     stride_hk,
@@ -332,7 +335,7 @@ def finish_block_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1)
-    if tl.load(req_index_ptr + row) < 0:
+    if tl.load(req_index_ptr + row * stride_req) < 0:
         return
     if column == NUM_COLUMNS - 1:
         half = ((NUM_COLUMNS + 1) % 2) * num_reqs * NUM_PARTS

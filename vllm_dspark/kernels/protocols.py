@@ -70,7 +70,7 @@ class DraftBatch:
     hidden: torch.Tensor
     # [R] int64 target id of the token before draft 0
     anchor: torch.Tensor
-    # [R] int64 slot in 0..M-1; -1: padded row, nothing of it is written
+    # [R] int32 or int64 slot in 0..M-1, any stride; -1: padded row, nothing of it is written
     req_index: torch.Tensor
     # [R, K] int64 position of the token being drafted
     position: torch.Tensor
