@@ -154,9 +154,16 @@ def write_page(work: Path) -> None:
     if plots.available():
         plots.draw(found, FOLDER, NAME)
     found["cost_table"] = json.loads((work / "cost-table.json").read_text())
-    (FOLDER / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (FOLDER / f"{NAME}.json").write_text(_compact(found))
     text = page(found, notes.read_text() if notes.exists() else "")
     (FOLDER / f"{NAME}.md").write_text(text)
+
+
+def _compact(found: Mapping[str, Any]) -> str:
+    """JSON with one cell a line."""
+    cells = ",\n".join(json.dumps(cell) for cell in found["cells"])
+    rest = json.dumps({k: v for k, v in found.items() if k != "cells"}, indent=1)
+    return f'{rest[:-2]},\n "cells": [\n{cells}\n]}}\n'
 
 
 def page(found: Mapping[str, Any], notes: str) -> str:

@@ -24,7 +24,7 @@ def make_report(
     """Everything that the run found, ready to be written as JSON.
 
     Keys: rows (medians, spreads and ratios), overall (per workload and temperature), cells (raw,
-    without timelines).
+    without timelines and counters, which rows hold in sums).
     """
     grouped = group(cells)
     rows = [_row(key, modes) for key, modes in sorted(grouped.items())]
@@ -126,9 +126,12 @@ def _overall(grouped: Mapping[RowKey, Mapping[str, list[Cell]]]) -> list[dict[st
     return found
 
 
+_LEFT_OUT = ("timeline", "counters")  # long; cells.jsonl has them
+
+
 def _raw(cell: Cell) -> dict[str, Any]:
     key = cell.key
-    figures = {k: v for k, v in cell.figures.items() if k != "timeline"}
+    figures = {k: v for k, v in cell.figures.items() if k not in _LEFT_OUT}
     return {
         "workload": key.workload,
         "concurrency": key.concurrency,
