@@ -35,11 +35,15 @@ EXTRAS = {
         "setuptools>=77",
         "wheel>=0.43",
         "twine>=6",
+        "datasets>=3",
     ],
     "lint": ["ruff==0.14.6", "mypy==1.18.2"],
     "plot": ["matplotlib>=3.8"],
     # not ray[llm]: that pins a vLLM of its own; the two below bring all it imports
-    "ray": ["ray[default,serve]>=2.60"],
+    # pyarrow: Ray Serve LLM imports it without asking for it
+    "ray": ["ray[default,serve]>=2.60", "pyarrow>=17"],
+    # `calibrate` reads Hugging Face dataset folders
+    "datasets": ["datasets>=3"],
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10"],
 }
 

@@ -75,7 +75,8 @@ def _dataset_rows(folder: Path) -> Sequence[Mapping[str, Any]]:
     """Rows of a saved dataset, or of a folder with parquet, JSON or CSV files (split `train`)."""
     if importlib.util.find_spec("datasets") is None:
         raise InputError(
-            f"{folder} is a folder; reading a Hugging Face dataset needs `pip install datasets`"
+            f"{folder} is a folder; reading a Hugging Face dataset needs "
+            "`pip install 'vllm-dspark[datasets]'`"
         )
     import datasets
 

@@ -184,7 +184,7 @@ def _decide(p, o, c, d, n, width, drafts, kv_tokens, drains, mixed, remaining, o
         if s[UNJUDGED] >= o.probe_interval:
             _reset(s)
         return _native(s, n, drafts, _MIXED, 0.0, 0.0, out)
-    if not p.ints[P_KNOWN, :n].any():
+    if s[KIND] != SKIP and not p.ints[P_KNOWN, :n].any():
         s[UNJUDGED] += 1
         _reset(s)
         return _native(s, n, drafts, _UNKNOWN, 0.0, 0.0, out)
