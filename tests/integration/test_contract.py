@@ -54,7 +54,6 @@ CONTRACT_CHECKED_ON_033 = frozenset(
         "v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
         "v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager",
         "v1.worker.gpu.model_runner:GPUModelRunner",
-        "v1.worker.gpu.model_runner:GPUModelRunner",
         "v1.worker.gpu.model_runner:GPUModelRunner.__init__",
         "v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
         "v1.worker.gpu.model_runner:GPUModelRunner.finish_requests",
