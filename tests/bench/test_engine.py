@@ -47,7 +47,9 @@ def test_bench_on_a_tiny_pair(build, tmp_path: Path) -> None:
         assert off["accepted_length"] is None
         assert fixed["accepted_length"] > 1.5
         assert fixed["window"] > 6.0  # 8, but for the ends of requests
-        assert fixed["plans"].keys() == {"kind=unplanned,reason=unplanned"}
+        # (a step that ours planned may be counted after the planner was switched off)
+        assert "kind=unplanned,reason=unplanned" in fixed["plans"]
+        assert not any("kind=trim" in plan or "kind=skip" in plan for plan in fixed["plans"])
         assert ours["window"] < fixed["window"] - 1.0, "dear tokens, and yet nothing was trimmed"
         assert any("kind=trim" in plan or "kind=skip" in plan for plan in ours["plans"])
         assert row["ours_over_best_fixed"] is not None

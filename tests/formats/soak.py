@@ -84,6 +84,8 @@ def sampling_of(request: Request) -> Any:
     choice = kind.pop("choice", None)
     if choice is not None:
         kind["structured_outputs"] = StructuredOutputsParams(choice=choice)
+    if "min_tokens" in kind:
+        kind["min_tokens"] = min(kind["min_tokens"], request.max_tokens)
     settings = {"temperature": 0.0, "ignore_eos": choice is None, **kind}
     return SamplingParams(max_tokens=request.max_tokens, **settings)
 

@@ -115,7 +115,7 @@ def reference_of(case: Case, spec: Any, tensors: dict, model: ReferenceTarget) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_are_those_of_the_reference(name: str, target: Callable, tmp_path: Path) -> None:
-    """Twice the same prompt: the second time two of its blocks come from the prefix cache."""
+    """Twice the same prompt: the second time a block of it comes from the prefix cache."""
     case = CASES[name]
     folder, model = target(case.family)
     drafter = tmp_path / "drafter"
@@ -131,7 +131,7 @@ def test_drafts_are_those_of_the_reference(name: str, target: Callable, tmp_path
                 if confidences:
                     np.testing.assert_allclose(scores, confidences, rtol=1e-3, atol=1e-3)
         hits = {m.name: m.value for m in llm.get_metrics() if "prefix_cache_hits" in m.name}
-        assert hits["vllm:prefix_cache_hits"] >= 64
+        assert hits["vllm:prefix_cache_hits"] >= 32
 
 
 def drafted(llm: Any, name: str, width: int) -> Iterator[tuple[list[int], list[int], list[float]]]:

@@ -20,13 +20,12 @@ SETTINGS = {"dtype": "bfloat16"}
 
 @pytest.fixture(scope="module")
 def quantised(build: Callable, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """An int8 target and a 4-bit drafter."""
+    """An int8 target."""
     pair, folder = build(SPEC), tmp_path_factory.mktemp("quantised")
     copied = Pair(folder / "target", folder / "drafter", SPEC)
     shutil.copytree(pair.target, copied.target)
     shutil.copytree(pair.drafter, copied.drafter)
     quantise.int8(copied.target)
-    quantise.int4(copied.drafter)
     return copied
 
 
@@ -36,11 +35,9 @@ def wanted(quantised: Pair) -> list:
         return generate(llm, make_prompts(94), params(32))
 
 
-@pytest.mark.parametrize("which", ["4-bit drafter", "bf16 drafter"])
-def test_beside_an_int8_target(build: Callable, quantised: Pair, wanted: list, which: str) -> None:
-    """Catches the target's quantisation applied to the drafter, and raw packed weights used."""
-    drafter = quantised.drafter if which == "4-bit drafter" else build(SPEC).drafter
-    speculative = dspark(drafter, {"test_windows": "full"}, num_speculative_tokens=7)
+def test_beside_an_int8_target(build: Callable, quantised: Pair, wanted: list) -> None:
+    """Catches the target's quantisation applied to the drafter."""
+    speculative = dspark(build(SPEC).drafter, {"test_windows": "full"}, num_speculative_tokens=7)
     with engine(quantised.target, speculative, **SETTINGS) as llm:
         found = generate(llm, make_prompts(94), params(32))
         totals = scheduler_of(llm).dspark_totals
