@@ -153,11 +153,6 @@ SECTIONS: tuple[Section, ...] = (
                 "error that names the class",
                 (f"{CONFIGS}test_generic*",),
             ),
-            Row(
-                "target class without hidden states for drafters",
-                "error before weights are loaded",
-                (f"{FORMATS}test_targets.py::test_a_target_without*",),
-            ),
             Row("num_speculative_tokens_per_batch_size", "error", (f"{CONFIGS}test_a_width_per*",)),
             Row(
                 "min_p, logit_bias",
