@@ -106,7 +106,7 @@ _ATTENTION_SM100: Final[_Table] = (
 # to 950 bytes in every variant tried.
 _ATTENTION_SM120: Final[_Table] = (
     (32, 64, AttentionLaunch(64, 4, 3, 1)),
-    (32, 128, AttentionLaunch(64, 4, 2, 1)),
+    (32, 128, AttentionLaunch(32, 4, 2, 1)),
     (32, 256, AttentionLaunch(32, 4, 2, 1)),
     (64, 128, AttentionLaunch(32, 4, 2, 1)),
     (64, 256, AttentionLaunch(16, 4, 2, 1)),
