@@ -1,10 +1,12 @@
 """Planning on a CPU: the demo pair under load, without speculation, with fixed K, and scheduled.
 
-    P="--prompts PROMPTS.jsonl --work DIR"
-    python -m benchmarks.cpu_planning split $P
-    python -m benchmarks.cpu_planning calibrate $P --pairs PAIRS.jsonl
-    vllm-dspark bench --out DIR ...                # the page holds the command
-    python -m benchmarks.cpu_planning page $P
+```bash title="not run: a measurement, an hour of a quiet machine"
+P="--prompts PROMPTS.jsonl --work DIR"
+python -m benchmarks.cpu_planning split $P
+python -m benchmarks.cpu_planning calibrate $P --pairs PAIRS.jsonl
+vllm-dspark bench --out DIR ...                # the page holds the command
+python -m benchmarks.cpu_planning page $P
+```
 
 Only prompts that the drafter was not trained on are used; one half of them calibrates, the other
 half is benchmarked. PAIRS holds (confidence, outcome) pairs as the option `record_confidences`
