@@ -1,12 +1,10 @@
 """Planning on a CPU: the demo pair under load, without speculation, with fixed K, and scheduled.
 
-```bash title="not run: a measurement, an hour of a quiet machine"
-P="--prompts PROMPTS.jsonl --work DIR"
-python -m benchmarks.cpu_planning split $P
-python -m benchmarks.cpu_planning calibrate $P --pairs PAIRS.jsonl
-vllm-dspark bench --out DIR ...                # the page holds the command
-python -m benchmarks.cpu_planning page $P
-```
+    P="--prompts PROMPTS.jsonl --work DIR"
+    python -m benchmarks.cpu_planning split $P
+    python -m benchmarks.cpu_planning calibrate $P --pairs PAIRS.jsonl
+    vllm-dspark bench --out DIR ...                # the page holds the command
+    python -m benchmarks.cpu_planning page $P
 
 Only prompts that the drafter was not trained on are used; one half of them calibrates, the other
 half is benchmarked. PAIRS holds (confidence, outcome) pairs as the option `record_confidences`
@@ -226,16 +224,18 @@ temperatures alone.
 {_COMMANDS}"""
 
 
-_COMMANDS = """    P="--prompts PROMPTS.jsonl --work DIR"
-    python -m benchmarks.cpu_planning split $P
-    python -m benchmarks.cpu_planning calibrate $P --pairs PAIRS.jsonl
-    python -m benchmarks.cpu_cost_table --out DIR/cost-table.json
-    vllm-dspark bench --out DIR --workload decode --concurrency 1,2,4,8,16,32 --temperature 0,1 \\
-      --modes off,fixed1,fixed2,fixed3,fixed5,fixed7,ours --share-engines --repeats 5 \\
-      --tokens 24 --least-tokens 72 --outrank --prompts DIR/bench-prompts.jsonl \\
-      --pair '{"engine": {"enforce_eager": true}, "plugin_options": {
-        "cost_table": "DIR/cost-table.json", "calibration": "DIR/calibration.json"}}'
-    python -m benchmarks.cpu_planning page $P
+_COMMANDS = """```bash title="not run: a measurement, an hour of a quiet machine"
+P="--prompts PROMPTS.jsonl --work DIR"
+python -m benchmarks.cpu_planning split $P
+python -m benchmarks.cpu_planning calibrate $P --pairs PAIRS.jsonl
+python -m benchmarks.cpu_cost_table --out DIR/cost-table.json
+vllm-dspark bench --out DIR --workload decode --concurrency 1,2,4,8,16,32 --temperature 0,1 \\
+  --modes off,fixed1,fixed2,fixed3,fixed5,fixed7,ours --share-engines --repeats 5 \\
+  --tokens 24 --least-tokens 72 --outrank --prompts DIR/bench-prompts.jsonl \\
+  --pair '{"engine": {"enforce_eager": true}, "plugin_options": {
+    "cost_table": "DIR/cost-table.json", "calibration": "DIR/calibration.json"}}'
+python -m benchmarks.cpu_planning page $P
+```
 """
 
 
