@@ -41,6 +41,7 @@ STOPPING_S = 60
 class Cluster:
     base: str
     targets: Path
+    cache: Path
     options: dict[str, Any]
 
     def replicas(self) -> dict[str, "Replica"]:
@@ -107,15 +108,22 @@ def cluster(build: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             }
         )
     )
-    with local_ray(cpus=10), socket.socket() as probe:
+    # A folder of their own: other files of this process measure tables into the suite's.
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        local_ray(cpus=10),
+        socket.socket() as probe,
+    ):
         from ray import serve
+
+        patch.setenv("VLLM_DSPARK_CACHE_DIR", str(folder / "cache"))
 
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         _serve_run(f"config={config}", "replicas=2", "kind=cpu", f"targets={folder / 't'}")
-        yield Cluster(f"http://127.0.0.1:{port}", folder / "t", options)
+        yield Cluster(f"http://127.0.0.1:{port}", folder / "t", folder / "cache", options)
         serve.shutdown()
 
 
@@ -169,7 +177,7 @@ def test_every_replica_runs_the_plugin_with_its_options(cluster: Cluster) -> Non
         assert answer["options"] == cluster.options
     for replica in cluster.replicas().values():
         assert replica.metrics()["vllm:dspark_scheduling"] == 1.0  # said by its engine core
-    assert not list(Path(os.environ["VLLM_DSPARK_CACHE_DIR"]).glob("**/cost*"))
+    assert not list(cluster.cache.glob("**/cost*"))  # nothing was measured
 
 
 def test_metrics_are_kept_apart(cluster: Cluster) -> None:
