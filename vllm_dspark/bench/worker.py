@@ -14,9 +14,11 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from vllm_dspark.bench.drive import Arrival, Counters, RunningCell, summarise
+from vllm_dspark.bench.recorded import recorded_steps
 from vllm_dspark.bench.workload import Ask, CellOrder
 
 
@@ -27,6 +29,15 @@ class LocalEngine:
         from vllm_dspark.integration.bench_engine import DrivenEngine
 
         self.engine = DrivenEngine(arguments)
+
+        self._speculates = arguments.get("speculative_config") is not None
+        self._replayed: str | None = None
+
+    def replay(self, trace: str) -> None:
+        """Take acceptance and confidences from a recording from now on, if there are drafts."""
+        if self._speculates and trace != self._replayed:
+            self.engine.replay(recorded_steps(Path(trace)))
+            self._replayed = trace
 
     def add(self, request: int, ask: Ask, temperature: float) -> None:
         self.engine.add(request, ask.prompt, ask.max_tokens, temperature)
@@ -39,6 +50,9 @@ class LocalEngine:
 
     def counters(self) -> Counters:
         return self.engine.counters()
+
+    def verified(self) -> tuple[int, int] | None:
+        return self.engine.verified()
 
 
 def serve(commands: IO[str], answers: IO[str]) -> None:
@@ -58,7 +72,10 @@ def serve(commands: IO[str], answers: IO[str]) -> None:
         if "cell" in command:
             if launch["switchable"]:
                 local.engine.set_scheduling(command["scheduling"])
-            cell = RunningCell(local, CellOrder.of_json(command["cell"]))
+            order = CellOrder.of_json(command["cell"])
+            if order.replay is not None:
+                local.replay(order.replay)
+            cell = RunningCell(local, order)
         if cell is None:
             raise RuntimeError("a cell was to go on before one had begun")
         done = cell.advance(command["seconds"])
