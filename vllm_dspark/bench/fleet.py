@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,13 +49,15 @@ class Fleet:
     limits: Limits
     hosts: dict[str, Host] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    _stack: ExitStack = field(default_factory=ExitStack)
+    _made: list[Host] = field(default_factory=list)  # every host, also one that did not come up
 
     def __enter__(self) -> Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        if self._made:  # at once: a GPU's memory takes seconds to be given back
+            with ThreadPoolExecutor(len(self._made)) as pool:
+                list(pool.map(lambda host: host.stop(), self._made))
 
     def start(self, launches: Sequence[EngineLaunch], gate: HeldGate, deadline: Deadline) -> None:
         """Bring the engines up.
@@ -83,7 +84,7 @@ class Fleet:
     def _start_one(self, launch: EngineLaunch) -> Host:
         self.progress.starting(launch)
         host = self.make_host(launch)
-        self._stack.callback(host.stop)
+        self._made.append(host)
         host.start()
         self.warm_up(host, launch)
         return host

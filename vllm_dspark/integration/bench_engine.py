@@ -24,7 +24,7 @@ class DrivenEngine:
 
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
-        self._has_tokenizer = not arguments.get("skip_tokenizer_init", False)
+        self._encoded: dict[str, list[int]] = {}
         self._round = 0
         self._planner: Any = None  # of `ours`, while its scheduling is switched off
         self._replay: TraceReplay | None = None
@@ -33,10 +33,12 @@ class DrivenEngine:
         """Take acceptance and confidences from a recording from now on (replay.py)."""
         self._replay = install_replay(self.runner, steps)
 
-    def add(
-        self, request: int, prompt: str | list[int], max_tokens: int, temperature: float
-    ) -> None:
-        """Take one request; unseeded, since seeded requests keep full windows by design."""
+    def add(self, request: int, ids: list[int], max_tokens: int, temperature: float) -> None:
+        """Take one request; unseeded, since seeded requests keep full windows by design.
+
+        Its tokens are not made into text: a server does that in another process, here it would
+        hold the engine up.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -44,14 +46,21 @@ class DrivenEngine:
             temperature=temperature,
             max_tokens=max_tokens,
             ignore_eos=True,
-            detokenize=self._has_tokenizer,
+            detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        ids = self._token_ids(prompt) if isinstance(prompt, str) else prompt
         if self._replay is not None:
             key = f"{request}/{ids}"
             self._replay.expect(self._name(request), sampled=temperature > 0, key=key)
         self._engine.add_request(self._name(request), {"prompt_token_ids": ids}, params)
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """Tokens of a user's message in the chat template, if there is one; tokens as they are."""
+        if not isinstance(prompt, str):
+            return prompt
+        if prompt not in self._encoded:
+            self._encoded[prompt] = self._token_ids(prompt)
+        return self._encoded[prompt]
 
     def _token_ids(self, prompt: str) -> list[int]:
         tokenizer = self._llm.get_tokenizer()
