@@ -157,36 +157,43 @@ class TraceReplay:
         )
 
 
-class _ReplayedDrafts:
-    """Laid over a speculator: what a draft pass said is replaced by what was recorded."""
+def _replayed_drafts(kind: Any) -> type:
+    """A speculator class whose draft passes say what was recorded."""
 
-    dspark_replay: TraceReplay
+    class ReplayedDrafts(kind):  # type: ignore[misc]
+        dspark_replay: TraceReplay
 
-    def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # ours clears the flag within the call; a width of 0 drafts nothing
-        drafts_now = getattr(self, "draft_next", True) and kwargs.get("num_speculative_tokens") != 0
-        drafts: torch.Tensor = super().propose(*args, **kwargs)  # type: ignore[misc]
-        if drafts_now and not kwargs.get("dummy_run"):
-            self.dspark_replay.drafted(args[0] if args else kwargs["input_batch"])
-        return drafts
+        def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            # ours clears the flag within the call; a width of 0 drafts nothing
+            width = kwargs.get("num_speculative_tokens")
+            drafts_now = getattr(self, "draft_next", True) and width != 0
+            drafts: torch.Tensor = super().propose(*args, **kwargs)
+            if drafts_now and not kwargs.get("dummy_run"):
+                self.dspark_replay.drafted(args[0] if args else kwargs["input_batch"])
+            return drafts
+
+    return ReplayedDrafts
 
 
-class _ReplayedRejection:
-    """Laid over a rejection sampler: drafts past the recorded length are invalid."""
+def _replayed_rejection(kind: Any) -> type:
+    """A rejection sampler class to which drafts past the recorded length are invalid."""
 
-    dspark_replay: TraceReplay
+    class ReplayedRejection(kind):  # type: ignore[misc]
+        dspark_replay: TraceReplay
 
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        input_batch: Any,
-        draft_logits: torch.Tensor | None = None,
-        invalid_drafts: torch.Tensor | None = None,
-    ) -> Any:
-        refused = self.dspark_replay.refused(input_batch)
-        if invalid_drafts is not None:
-            refused |= invalid_drafts
-        return super().__call__(logits, input_batch, draft_logits, refused)  # type: ignore[misc]
+        def __call__(
+            self,
+            logits: torch.Tensor,
+            input_batch: Any,
+            draft_logits: torch.Tensor | None = None,
+            invalid_drafts: torch.Tensor | None = None,
+        ) -> Any:
+            refused = self.dspark_replay.refused(input_batch)
+            if invalid_drafts is not None:
+                refused |= invalid_drafts
+            return super().__call__(logits, input_batch, draft_logits, refused)
+
+    return ReplayedRejection
 
 
 def install_replay(runner: Any, steps: RecordedSteps) -> TraceReplay:
@@ -207,10 +214,9 @@ def install_replay(runner: Any, steps: RecordedSteps) -> TraceReplay:
     if getattr(speculator, "has_confidence", True) is False:
         raise EngineError("the drafter has no confidence head, so nothing can be said for it")
     replay = TraceReplay(runner, steps)
-    for part, layer in ((speculator, _ReplayedDrafts), (sampler, _ReplayedRejection)):
-        kind = type(part)
-        if not issubclass(kind, layer):
-            part.__class__ = type(f"Replayed{kind.__name__}", (layer, kind), {})
+    for part, replayed in ((speculator, _replayed_drafts), (sampler, _replayed_rejection)):
+        if not hasattr(part, "dspark_replay"):
+            part.__class__ = replayed(type(part))
         part.dspark_replay = replay
     logger.warning(
         "vllm-dspark: TEST FACILITY: this engine REPLAYS RECORDED acceptance and confidences "
