@@ -246,7 +246,8 @@ class OutcomeLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        # line by line: an engine core that is ended by a signal never gets to close it
+        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
         self._started = time.monotonic()
 
     def write(self, step: int, outcomes: StepOutcomes) -> None:
