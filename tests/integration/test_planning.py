@@ -201,11 +201,14 @@ def test_measured_table_is_kept_for_the_next_start(
 
     measured: list[tuple[int, int]] = []
 
-    def timed(runner: Any, requests: int, tokens: int, kv_tokens: int) -> list[StepTiming]:
-        samples = real(runner, requests, tokens, kv_tokens)
+    def timed(
+        runner: Any, requests: int, tokens: int, kv_tokens: int, columns: int | None = None
+    ) -> list[StepTiming]:
+        samples = real(runner, requests, tokens, kv_tokens, columns)
         measured.append((tokens, kv_tokens))
         ms = 10.0 + tokens + kv_tokens / 1000
-        return [replace(sample, forward_ms=ms, draft_ms=2.0) for sample in samples]
+        draft_ms = 2.0 if columns is None else 0.5 + 0.2 * columns
+        return [replace(sample, forward_ms=ms, draft_ms=draft_ms) for sample in samples]
 
     real = profiling._measure
     monkeypatch.setattr(profiling, "_measure", timed)
@@ -216,6 +219,8 @@ def test_measured_table_is_kept_for_the_next_start(
         planner = scheduler_of(llm).conductor.planner
     assert planner is not None and planner.cost is not None
     assert planner.cost.table.draft.sizes == (1, 2)
+    assert planner.cost.draft_ms(2, 1) == pytest.approx(0.7)
+    assert planner.cost.draft_ms(2, 3) == pytest.approx(1.1)
     sizes = planner.cost.table.grids[StepMode.EAGER, StepShape.RAGGED].sizes
     assert sizes == (1, 2, 3, 4, 5, 6, 7, 8, 16)
     (file,) = tmp_path.glob("cost-table-*.json")

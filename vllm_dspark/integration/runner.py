@@ -200,6 +200,7 @@ class DSparkRunnerMixin(SeededSampling):
         if order is None or state is None or self.speculator is None:
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
         self.speculator.draft_next = order.draft_next
+        self.speculator.draft_width = order.draft_width
         with self.dspark_reporter.clock or nullcontext():
             output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         return self._reported(order, state.input_batch, output)
@@ -209,8 +210,9 @@ class DSparkRunnerMixin(SeededSampling):
         speculator, reporter = self.speculator, self.dspark_reporter
         if reporter.clock is not None:
             reporter.clock.draft_ms = speculator.draft_ms
+            reporter.clock.draft_width = order.draft_width
         if order.draft_next and speculator.has_confidence:
-            logits = speculator.confidence_logits[: input_batch.num_reqs]
+            logits = speculator.confidence_logits[: input_batch.num_reqs, : order.draft_width]
             reporter.record_rows(order, input_batch, logits)
             if self._windows is not None:
                 self._windows.record(order.step_id, input_batch.idx_mapping_np, logits)

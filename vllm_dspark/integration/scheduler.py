@@ -8,6 +8,7 @@ import numpy as np
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.conductor import Conductor, ScheduledStep, StepOutlook
+from vllm_dspark.integration.draft_width import narrow_refusal
 from vllm_dspark.integration.exclusions import undeclared_processors
 from vllm_dspark.integration.metrics import EngineMetrics
 from vllm_dspark.integration.metrics_correction import Corrections
@@ -64,6 +65,9 @@ class DSparkSchedulerMixin:
             logger.info("vllm-dspark: full windows: %s", resolution.off_reason)
         else:
             logger.info("vllm-dspark: windows are set on the %s: %s", mode, why)
+        full_width = narrow_refusal(vllm_config, options)
+        if full_width and not resolution.off_reason:
+            logger.info("vllm-dspark: draft passes keep full width: %s", full_width)
         table = RequestTable(
             width,
             self.max_num_running_reqs,
@@ -81,6 +85,7 @@ class DSparkSchedulerMixin:
             processors=undeclared_processors(vllm_config),
             max_model_len=vllm_config.model_config.max_model_len,
             native_mode=native,
+            narrow_drafts=not full_width,
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +94,10 @@ class DSparkSchedulerMixin:
         order = self.conductor.order(drafting, self._outlook(drafting))
         self._cut_drafts(drafting, order)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        attach_order(output, self.conductor.scheduled(order, self._scheduled(output, order)))
+        order = self.conductor.scheduled(order, self._scheduled(output, order))
+        if order.draft_width is not None:
+            output.num_spec_tokens_to_schedule = order.draft_width
+        attach_order(output, order)
         return output
 
     def _cut_drafts(self, drafting: list[Any], order: StepOrder) -> None:
