@@ -52,7 +52,7 @@ def measure(runner: Any, width: int, seconds: float) -> tuple[Cells, Narrow]:
                     [sample] = profiling._measure(runner, requests, tokens, kv)
                     times = (sample.forward_ms, sample.draft_ms or 0.0)
                     cells[requests, tokens, kv].append(times)
-            for requests, tokens, columns in few:
+            for requests, tokens, columns in few * 2:
                 [sample] = profiling._measure(runner, requests, tokens, nodes[0], columns)
                 narrow[requests, columns].append(sample.draft_ms or 0.0)
     return cells, narrow

@@ -64,9 +64,9 @@ class DraftShares:
             return 1.0
         nodes = [*self._widths, self._full]
         shares = [*(self._at(n, num_requests) for n in self._widths), 1.0]
-        if columns < nodes[0]:
-            return shares[0]
-        return float(np.interp(columns, nodes, np.maximum.accumulate(shares)))
+        # Noise makes a pass look slower, never faster: what a wider one took bounds a narrower one.
+        bounded = np.minimum.accumulate(shares[::-1])[::-1]
+        return float(np.interp(columns, nodes, bounded))
 
     def _at(self, width: int, num_requests: int) -> float:
         sizes, share = self._curves[width]

@@ -366,16 +366,14 @@ class RequestTable:
         rows, num_invalid = acceptance(
             self._gather(slots), usable, prior, self.online.calibration, sampled
         )
-        widths: SlotArray | None = self._state[_ROW_WIDTH].take(slots)
+        # Columns that were not drafted are absent, not wrong.
+        widths = self._state[_ROW_WIDTH].take(slots)
         missing = int(np.add.reduce((self.num_positions - widths) * usable))
-        if missing:  # columns that were not drafted are absent, not wrong
-            num_invalid -= missing
-        else:
-            widths = None
+        num_invalid -= missing
         num_current = np.count_nonzero(current)
         if not self.rank_by_posterior or num_current == len(slots):
             return rows, num_invalid
-        ranked = self.posterior.estimate(slots, sampled, rows, usable, widths)
+        ranked = self.posterior.estimate(slots, sampled, rows, usable, widths if missing else None)
         if num_current:
             np.copyto(ranked, rows, where=current)
         return ranked, num_invalid
