@@ -32,15 +32,11 @@ def config(**changes: Any) -> Any:
         "data": 1,
         "pipeline": 1,
         "asynchronous": False,
-        "dynamic": None,
         "worker": CPU_WORKER,
         **changes,
     }
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(
-            num_speculative_tokens=values["width"],
-            num_speculative_tokens_per_batch_size=values["dynamic"],
-        ),
+        speculative_config=SimpleNamespace(num_speculative_tokens=values["width"]),
         parallel_config=SimpleNamespace(
             data_parallel_size=values["data"],
             pipeline_parallel_size=values["pipeline"],
@@ -59,7 +55,6 @@ def config(**changes: Any) -> Any:
         pytest.param(True, {"pipeline": 2}, "auto", "pipeline", id="pipeline parallel"),
         pytest.param(True, {"data": 2}, "auto", "data parallel", id="data parallel"),
         pytest.param(True, {"asynchronous": True}, "auto", "asynchronous", id="asynchronous"),
-        pytest.param(True, {"dynamic": [(1, 32, 3)]}, "auto", "vLLM chooses", id="vLLM's dynamic"),
         pytest.param(True, {"worker": "theirs.Worker"}, "auto", "theirs.Worker", id="own worker"),
         pytest.param(True, {"width": 1}, "auto", "num_speculative_tokens = 1", id="K = 1"),
     ],

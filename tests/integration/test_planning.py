@@ -101,8 +101,7 @@ def test_trimming_keeps_the_output(
         assert all(len(plan.windows) == plan.num_requests for plan in trimmed)
 
 
-@pytest.mark.parametrize("windows", ["host", "device"])
-@pytest.mark.parametrize("drafts", ["greedy", "probabilistic"])
+@pytest.mark.parametrize(("windows", "drafts"), [("host", "greedy"), ("device", "probabilistic")])
 def test_narrow_passes_keep_the_output(
     pair: Pair, expected: list[list[int]], tmp_path: Path, windows: str, drafts: str
 ) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tests.planning.builders import batch, facts, grid
-from vllm_dspark.planning.cost import CostTable, StepMode, StepShape, StepTiming
+from vllm_dspark.errors import CostTableError
+from vllm_dspark.planning.cost import CostTable, StepMode, StepShape, StepTiming, build_cost_table
 from vllm_dspark.planning.draft_cost import DraftShares, ladder, measured_widths
 from vllm_dspark.planning.facts import PlannerOptions
 from vllm_dspark.planning.online_cost import CostModel
@@ -102,6 +103,27 @@ class TestShares:
             )
         assert cost.draft_ms(32, 1) == pytest.approx(1.3 * before[0], rel=0.05)
         assert cost.draft_ms(32, K) == pytest.approx(before[1], rel=0.05)
+
+    def test_a_corrected_table_keeps_the_prices(self):
+        cost = CostModel(cpu_table(), num_positions=K)
+        for _ in range(64):
+            cost.observe(StepTiming(StepMode.EAGER, StepShape.RAGGED, 32, 64, 0, 69.6, 60.0))
+        again = CostModel(cost.corrected_table(), num_positions=K)
+        for n in (1, 2, 3, 5, K):
+            assert again.draft_ms(32, n) == pytest.approx(cost.draft_ms(32, n))
+        assert again.draft_ms(32) > CostModel(cpu_table(), num_positions=K).draft_ms(32)
+
+    def test_tables_are_built_from_narrow_samples_too(self):
+        def sample(tokens, forward, draft, columns=None):
+            mode, shape = StepMode.EAGER, StepShape.RAGGED
+            return StepTiming(mode, shape, 1, tokens, 128, forward, draft, columns)
+
+        samples = [sample(8, 20.0, 10.0), sample(64, 40.0, 10.0), sample(3, 1.0, 4.0, 2)] * 3
+        table = build_cost_table(samples)
+        assert table.grids[StepMode.EAGER, StepShape.RAGGED].sizes == (8, 64)
+        assert CostModel(table, num_positions=K).draft_ms(1, 2) == 4.0
+        with pytest.raises(CostTableError, match="draft of 2 columns"):
+            build_cost_table([*samples[:-1], sample(3, 1.0, float("nan"), 2)])
 
     def test_without_narrow_passes_all_widths_cost_the_same(self):
         cost = CostModel(cpu_table(narrow=False), num_positions=K)

@@ -22,7 +22,6 @@ def narrow_refusal(vllm_config: Any, options: DSparkConfig) -> str:
     | CUDA                                               | full          |
     | pipeline or data parallel                          | full          |
     | asynchronous scheduling                            | full          |
-    | vLLM's own dynamic speculation                     | full          |
     | a worker class of the user's                       | full          |
     | K = 1                                              | full          |
 
@@ -38,9 +37,6 @@ def narrow_refusal(vllm_config: Any, options: DSparkConfig) -> str:
         "data parallel ranks draft together": parallel.data_parallel_size > 1,
         "pipeline ranks hand on full drafts": parallel.pipeline_parallel_size > 1,
         "asynchronous scheduling": bool(vllm_config.scheduler_config.async_scheduling),
-        "vLLM chooses the width by batch size (num_speculative_tokens_per_batch_size)": bool(
-            getattr(speculative, "num_speculative_tokens_per_batch_size", None)
-        ),
         f"worker_cls = {parallel.worker_cls} was set by the user": (
             parallel.worker_cls != compat.CPU_WORKER
         ),

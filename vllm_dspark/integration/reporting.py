@@ -93,7 +93,7 @@ class ConfidenceRows:
         with self._lock:
             while self._spare:
                 host, event = self._spare.pop()
-                if len(host) >= len(logits):
+                if len(host) >= len(logits) and host.shape[1] == logits.shape[1]:
                     return host, event
         if not self._asynchronous:
             return torch.empty_like(logits), None

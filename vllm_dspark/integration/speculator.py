@@ -54,6 +54,11 @@ class DSparkProposer(StockSpeculator):
     clock: the device's step clock, if the runner has one.
     """
 
+    # of vLLM's speculator
+    num_speculative_steps: int
+    num_query_per_req: int
+    _anchor_idx: torch.Tensor
+
     def __init__(self, vllm_config: Any, device: torch.device, options: DSparkConfig) -> None:
         super().__init__(vllm_config, device)
         self.options = options

@@ -197,7 +197,13 @@ class CostModel:
             for key, grid in self.table.grids.items()
         }
         draft = replace(self.table.draft, median_ms=self._corrections[_DRAFT].cells.copy())
-        return replace(self.table, grids=grids, draft=draft)
+        narrow = {
+            columns: replace(
+                grid, median_ms=np.array([[self.draft_ms(size, columns) for size in grid.sizes]])
+            )
+            for columns, grid in self.table.narrow.items()
+        }
+        return replace(self.table, grids=grids, draft=draft, narrow=narrow)
 
     def _factor(self, key: GridKey | None) -> float:
         return self._draft_factor if key is None else self._mode_factor[key[0]]
