@@ -304,6 +304,12 @@ class DSparkGPUModelRunner(DSparkRunnerMixin, GPUModelRunner):
         table: CostTable = profile_cuda(self)
         return table
 
+    def step_profiler(self) -> Any:
+        """What `vllm-dspark profile` measures with: the captured graphs."""
+        from vllm_dspark.integration.cuda_profiling import CudaProfiler
+
+        return CudaProfiler(self)
+
 
 if current_platform.is_cpu():
     # Imported by name: the module patches torch on import and exists for the CPU build only.
