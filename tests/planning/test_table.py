@@ -98,8 +98,8 @@ class TestRows:
 
     def test_rows_of_the_wrong_shape_are_refused(self):
         one, slots, _ = self.filled()
-        with pytest.raises(PlanError, match=r"\(2, 3\)"):
-            one.record_rows(slots, one.owners(slots), 6, np.zeros((2, 3)))
+        with pytest.raises(PlanError, match=rf"\(2, {K + 1}\)"):
+            one.record_rows(slots, one.owners(slots), 6, np.zeros((2, K + 1)))
 
 
 class TestSlots:
