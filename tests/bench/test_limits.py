@@ -1,5 +1,7 @@
 """Runs with little time: what is started at once, what is left out, and what a failure costs."""
 
+import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from tests.bench.fakes import FakeHost
 from tests.bench.test_runner import PRINT, QUESTIONS, SPEEDS, grid
 from vllm_dspark.bench.fleet import Limits
 from vllm_dspark.bench.modes import BenchError, EngineLaunch, Mode
+from vllm_dspark.bench.process import WorkerHost
 from vllm_dspark.bench.progress import Progress
 from vllm_dspark.bench.runner import run
 from vllm_dspark.bench.store import CellStore
@@ -148,3 +151,23 @@ def test_no_engine_starts_when_the_time_is_over(tmp_path: Path) -> None:
     measure(tmp_path / "c", limits, lambda launch: SlowHost(launch, log), told)
     assert [line for line in log if line.startswith("start")] == ["start off"]
     assert told.failures.keys() == {"fixed3", "fixed7", "ours"}
+
+
+@pytest.mark.parametrize(
+    ("script", "said"), [("kill -ILL $$", "ended by SIGILL"), ("exit 3", "ended with code 3")]
+)
+def test_the_way_a_worker_ended_is_said(tmp_path: Path, script: str, said: str) -> None:
+    """Catches "its process ended" where the signal would have told why."""
+    host = WorkerHost(EngineLaunch(Mode.parse("ours"), {}, {}), {}, tmp_path)
+    (tmp_path / "ours.log").write_text("last words\n")
+    host._process = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE)
+    for_nobody, commands = os.pipe()
+    answers, from_nobody = os.pipe()
+    os.close(from_nobody)
+    host._commands, host._answers = os.fdopen(commands, "w"), os.fdopen(answers)
+    with pytest.raises(BenchError, match=f"{said}.*\n?last words"):
+        host.proceed(1.0)
+    os.close(for_nobody)
+    host._process.wait()
+    host._commands.close()
+    host._answers.close()

@@ -195,6 +195,12 @@ CONTRACT: tuple[Symbol, ...] = (
         params=("num_draft_tokens", "num_accepted_tokens", "request_id"),
     ),
     Symbol(
+        "v1/core/sched/scheduler.py",
+        "Scheduler.update_draft_token_ids",
+        params=("draft_token_ids",),
+    ),
+    Symbol("v1/outputs.py", "DraftTokenIds", fields=("req_ids", "draft_token_ids")),
+    Symbol(
         "v1/core/sched/scheduler.py", "Scheduler", fields=("running", "requests", "num_spec_tokens")
     ),
     Symbol("v1/core/sched/async_scheduler.py", "AsyncScheduler", bases=("Scheduler",)),

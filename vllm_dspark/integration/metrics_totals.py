@@ -102,35 +102,35 @@ class PlanTotals:
         self.realised: Values = np.zeros(1)
         self.fallbacks: Values = np.zeros(len(FALLBACKS))
 
-    def add(self, plan: VerifyPlan | None, emitted: float) -> None:
-        """Count one executed step; emitted: tokens its verification rows added to outputs."""
+    def add(self, plan: VerifyPlan | None, emitted: float, steps: int = 1) -> None:
+        """Count executed steps of equal plans; emitted: tokens that they added to outputs."""
         if plan is None:
-            self.steps[_UNPLANNED] += 1.0
-            self._drafted(self.pass_width.size - 2, WidthReason.FULL)
+            self.steps[_UNPLANNED] += steps
+            self._drafted(self.pass_width.size - 2, WidthReason.FULL, steps)
             return
-        self.steps[_KIND_INDEX[plan.kind] + _REASON_INDEX[plan.reason]] += 1.0
+        self.steps[_KIND_INDEX[plan.kind] + _REASON_INDEX[plan.reason]] += steps
         if plan.draft_next:
-            self._drafted(plan.columns, plan.width_reason)
+            self._drafted(plan.columns, plan.width_reason, steps)
         else:
-            self.skipped[0] += 1.0
+            self.skipped[0] += steps
         if plan.reason is Reason.PROBE_DRAFT:
-            self.probes[0] += 1.0
+            self.probes[0] += steps
         if plan.predicted_tokens > 0.0:
-            self.predicted[0] += plan.predicted_tokens
+            self.predicted[0] += plan.predicted_tokens * steps
             self.realised[0] += emitted
         declined = _FALLBACK_OF.get(plan.reason)
         if declined is not None:
-            self.fallbacks[declined] += 1.0
+            self.fallbacks[declined] += steps
 
-    def _drafted(self, columns: int, reason: WidthReason) -> None:
-        self.drafted[0] += 1.0
-        self.pass_width[columns - 1] += 1.0
-        self.pass_width[-1] += columns
-        self.width_reasons[_WIDTH_REASON_INDEX[reason]] += 1.0
+    def _drafted(self, columns: int, reason: WidthReason, passes: int) -> None:
+        self.drafted[0] += passes
+        self.pass_width[columns - 1] += passes
+        self.pass_width[-1] += columns * passes
+        self.width_reasons[_WIDTH_REASON_INDEX[reason]] += passes
 
-    def decline(self, reason: str) -> None:
+    def decline(self, reason: str, times: int = 1) -> None:
         """Count something the plugin declined; reason: a key of FALLBACKS."""
-        self.fallbacks[_FALLBACK_INDEX[reason]] += 1.0
+        self.fallbacks[_FALLBACK_INDEX[reason]] += times
 
     def by_kind(self) -> dict[str, float]:
         """Steps per kind of plan."""
