@@ -229,10 +229,10 @@ class TestHysteresis:
         assert plans[40].columns == K  # the step that notices
         assert plans[41].windows == (K + 1,)  # and its drafts are verified by the next
 
-    def test_narrowing_takes_steps(self):
+    def test_one_decision_is_not_enough_to_narrow(self):
         plans = self.run(planner(self.OPTIONS), [32] * 12)
         widths = [plan.columns for plan in plans]
-        assert widths[:3] == [K] * 3
+        assert widths[0] == K
         assert widths[-1] < K
 
     @pytest.mark.parametrize("rate", [0.45, 0.55, 0.65, 0.75])
@@ -260,6 +260,17 @@ class TestSelector:
         selector = self.selector(steps=0, min_gain=0.0)
         assert selector.select([1.0, 1.0, 1.0]) == 2
 
+    def test_narrower_gains_must_add_up(self):
+        """3 decisions of just 2 %, 2 of 3 %, 2 of 50 %; an interruption starts anew."""
+        for gain, decisions in ((0.0201, 3), (0.031, 2), (0.5, 2)):
+            selector = self.selector()
+            found = [selector.select([1.0 + gain, 1.0, 1.0]) for _ in range(decisions)]
+            assert found == [2] * (decisions - 1) + [0], gain
+        selector = self.selector()
+        for _ in range(5):
+            assert selector.select([1.5, 1.0, 1.0]) == 2
+            assert selector.select([1.0, 1.0, 1.0]) == 2
+
     def test_wider_at_once_only_for_more_than_the_margin(self):
         selector = self.selector()
         for _ in range(3):
@@ -275,7 +286,7 @@ class TestSelector:
             selector.select([1.0, 2.0, 1.0])
         assert selector.width == 2
         for _ in range(10):
-            assert selector.select([1.03, 1.0, 1.0]) == 1
+            assert selector.select([1.5, 1.0, 1.0]) == 1
             assert selector.select([1.0, 1.0, 1.03]) == 1
 
     def test_what_is_not_on_offer_is_left(self):

@@ -100,7 +100,7 @@ class EngineLaunch:
     @property
     def times_steps(self) -> bool:
         """Whether the engine measures, while it starts, what its steps cost."""
-        return self.mode.name in ("ours", "adaptive")
+        return self.mode.name in ("ours", "ours-full", "adaptive")
 
 
 def launch(mode: Mode, pair: PairSpec, *, is_cpu: bool) -> EngineLaunch:

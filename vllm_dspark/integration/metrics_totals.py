@@ -122,11 +122,11 @@ class PlanTotals:
         if declined is not None:
             self.fallbacks[declined] += steps
 
-    def _drafted(self, columns: int, reason: WidthReason, steps: int) -> None:
-        self.drafted[0] += steps
-        self.pass_width[columns - 1] += steps
-        self.pass_width[-1] += columns * steps
-        self.width_reasons[_WIDTH_REASON_INDEX[reason]] += steps
+    def _drafted(self, columns: int, reason: WidthReason, passes: int) -> None:
+        self.drafted[0] += passes
+        self.pass_width[columns - 1] += passes
+        self.pass_width[-1] += columns * passes
+        self.width_reasons[_WIDTH_REASON_INDEX[reason]] += passes
 
     def decline(self, reason: str, times: int = 1) -> None:
         """Count something the plugin declined; reason: a key of FALLBACKS."""

@@ -38,7 +38,7 @@ _NUM_VIEWS = 8  # batches whose unchanging columns are kept
 
 # Fields per slot: of one int64 array [fields, slots], and of one of bool.
 _FIELDS = range(9)
-_OWNER, _TENANT, _ROW_OWNER, _ROW_STAMP, _ROW_WIDTH, *_OUTCOME = _FIELDS
+_OWNER, _TENANT, _ROW_OWNER, _ROW_STAMP, *_OUTCOME, _ROW_WIDTH = _FIELDS
 _OUTCOME_STAMP, _ADMITTED, _ACCEPTED, _REMAINING = _OUTCOME
 _SAMPLED, _UNTOUCHED, _EXCLUDED = range(3)
 
@@ -157,7 +157,7 @@ class RequestTable:
         slot = self._free.pop()
         owner = owner_id(request_id, generation)
         tenant = owner if tenant is None else tenant
-        self._state[:, slot] = (owner, tenant, *[0] * 6, min(remaining, NO_LIMIT))
+        self._state[:, slot] = (owner, tenant, 0, 0, 0, 0, 0, min(remaining, NO_LIMIT), 0)
         self._flags[:, slot] = (sampled, untouched, excluded)
         self._slot_of[request_id] = slot
         self._changed()

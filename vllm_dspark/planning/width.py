@@ -11,8 +11,10 @@ drawn and nothing else (docs/losslessness.md).
 
 A wider block than the current one is taken at once if it promises more than the margin g: being
 wrong there costs a few columns of one pass, being late costs every request, and load falls in one
-step. A narrower one must promise more than g / 2 for `steps` decisions in a row; so must a wider
-one whose gain is between g / 2 and g. Of what promises the same, the wider one is kept.
+step. A narrower one must promise more than g / 2, and the promised gains of consecutive decisions
+must add up to `steps` g / 2, no decision counting for more than half of that: `steps` decisions for
+a gain of g / 2, two for a large one. The same holds for a wider one that promises between g / 2 and
+g. Of what promises the same, the wider one is kept.
 
 Positions beyond the current width are not observed any more. Therefore every `probe_interval`-th
 pass in a row that is narrower than K is drafted at full width, and the survivals there are known
@@ -49,7 +51,7 @@ class WidthSelector:
         self._index = len(self.widths) - 1
         self._held = False
         self._direction = 0  # of the width that is wanted instead: -1 narrower, 1 wider
-        self._streak = 0
+        self._evidence = 0.0  # gains that it promised in decisions in a row
         self._narrow_passes = 0  # since the last one of full width
 
     @property
@@ -60,7 +62,7 @@ class WidthSelector:
     def reset(self) -> None:
         """Back to full width at once."""
         self._index = len(self.widths) - 1
-        self._direction = self._streak = self._narrow_passes = 0
+        self._direction, self._evidence, self._narrow_passes = 0, 0.0, 0
         self._held = False
 
     def select(self, goodput: Sequence[float]) -> int:
@@ -70,16 +72,18 @@ class WidthSelector:
         gain = goodput[best] / current - 1.0 if current > 0.0 else float("inf")
         self._held = False
         if best == self._index or gain <= half + _ROUNDING:
-            self._direction = self._streak = 0
+            self._direction, self._evidence = 0, 0.0
             return self._index
         # Wanting one narrower width and then another is the same wish.
         direction = 1 if best > self._index else -1
-        self._streak = self._streak + 1 if direction == self._direction else 1
+        needed = self.steps * half
+        before = self._evidence if direction == self._direction else 0.0
+        self._evidence = before + min(gain, needed / min(max(self.steps, 1), 2))
         self._direction = direction
         at_once = direction > 0 and gain > self.min_gain + _ROUNDING
-        if at_once or self._streak >= self.steps:
+        if at_once or self._evidence >= needed - _ROUNDING:
             self._index = best
-            self._direction = self._streak = 0
+            self._direction, self._evidence = 0, 0.0
         else:
             self._held = True
         return self._index
