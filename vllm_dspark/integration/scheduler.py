@@ -12,7 +12,7 @@ from vllm_dspark.integration.exclusions import undeclared_processors
 from vllm_dspark.integration.metrics import EngineMetrics
 from vllm_dspark.integration.metrics_correction import Corrections
 from vllm_dspark.integration.outcomes import OutcomeLog, OutcomeTotals, PendingOutcomes
-from vllm_dspark.integration.pipeline import EarlyDrafts, in_flight
+from vllm_dspark.integration.pipeline import PipelineSchedulerMixin
 from vllm_dspark.integration.report import StepOrder, attach_order, order_of, report_of
 from vllm_dspark.integration.startup import (
     require_schedulable,
@@ -49,8 +49,6 @@ class DSparkSchedulerMixin:
         self._outcome_log = OutcomeLog(options.record_outcomes) if options.record_outcomes else None
         self.conductor = self._make_conductor(options, width)
         self._corrections = Corrections()
-        in_pipeline = self.vllm_config.parallel_config.pipeline_parallel_size > 1
-        self._early_drafts = EarlyDrafts() if in_pipeline else None
         self.dspark_metrics = EngineMetrics.of_engine(
             self.vllm_config, options, self.conductor, self.dspark_totals
         )
@@ -111,13 +109,11 @@ class DSparkSchedulerMixin:
                 request.spec_token_ids = request.spec_token_ids[:drafts]
 
     def _outlook(self, drafting: list[Any]) -> StepOutlook:
-        others = len(self.running) - len(drafting)
-        if others and self._early_drafts is not None:  # those in flight bring no rows to this step
-            others = sum(not r.spec_token_ids and not in_flight(r) for r in self.running)
+        running = self.running
         num_waiting = len(self.waiting)
-        has_room = len(self.running) < self.max_num_running_reqs
+        has_room = len(running) < self.max_num_running_reqs
         return StepOutlook(
-            mixed=others > 0 or (num_waiting > 0 and has_room),
+            mixed=len(drafting) < len(running) or (num_waiting > 0 and has_room),
             num_waiting=num_waiting,
             kv_tokens=sum([r.num_computed_tokens for r in drafting]),
         )
@@ -139,20 +135,6 @@ class DSparkSchedulerMixin:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's update, then learning what became of this step's drafts."""
-        outputs = self._learn_from_output(scheduler_output, model_runner_output)
-        if self._early_drafts is not None:
-            drafts = self._early_drafts.release(self.running)
-            if drafts is not None:
-                super().update_draft_token_ids(drafts)  # type: ignore[misc]
-        return outputs
-
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """vLLM's, for drafts of requests whose last token has arrived (see pipeline.py)."""
-        if self._early_drafts is not None:
-            draft_token_ids = self._early_drafts.hold(draft_token_ids, self.requests)
-        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
-
-    def _learn_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         order = order_of(scheduler_output)
         if order is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
@@ -197,5 +179,8 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
     else:
         from vllm.v1.core.sched.scheduler import Scheduler as Base  # type: ignore[assignment]
 
-    scheduler_class = type(f"DSpark{Base.__name__}", (DSparkSchedulerMixin, Base), {})
+    bases: tuple[type, ...] = (DSparkSchedulerMixin, Base)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        bases = (PipelineSchedulerMixin, *bases)
+    scheduler_class = type(f"DSpark{Base.__name__}", bases, {})
     return scheduler_class(vllm_config=vllm_config, **kwargs)
