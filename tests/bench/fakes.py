@@ -54,6 +54,9 @@ class FakeEngine:
         self.left.clear()
         self.new.clear()
 
+    def verified(self) -> tuple[int, int] | None:
+        return None
+
     def counters(self) -> Counters:
         return {"vllm:generation_tokens_total": float(self.emitted), "still": 1.0}
 

@@ -36,6 +36,9 @@ def models(tmp_path: Path) -> list[str]:
         (["--concurrency", "4,4"], "twice"),
         (["--temperature", "hot"], "--temperature 'hot'"),
         (["--workload", "tea"], "choose from decode"),
+        (["--workload", "burst@many"], "--workload 'burst@many'"),
+        (["--replay", "x.npz", "--server"], "leave out --server"),
+        (["--replay", "/nowhere.npz"], "cannot read"),
         (["--pair", "{"], "is not JSON"),
         (["--pair", '{"target": "x"}'], "keys of"),
         (["--compare", "/nowhere/cells.jsonl"], "does not exist"),
@@ -75,9 +78,49 @@ def test_run_and_comparison(
     assert (tmp_path / "c" / "bench-frontier.svg").stat().st_size > 1000
 
 
+def test_a_workload_can_have_loads_of_its_own() -> None:
+    """Catches a burst of one request, and engines too small for the largest load."""
+    settings = {"concurrencies": "1,8", "temperatures": "0", "workloads": "short,burst@32+64"}
+    options = bench.BenchOptions.parse(
+        out=Path("x"), modes="off", repeats=1, sizes=(1, 1, 1), pair="{}", gates=("", "", 0.0),
+        limits=(0.0, 1, False), target="t", drafter="d", **settings,
+    )  # fmt: skip
+    grid = bench._grid(options)
+    assert [(c[0].name, c[1]) for c in grid.chunks()] == [
+        ("short", 1), ("short", 8), ("burst", 32), ("burst", 64),
+    ]  # fmt: skip
+    assert bench._pair(options).max_num_seqs == 64
+    assert bench._settings(options)["workloads"] == ["short", "burst@32+64"]
+
+
 def identity(**changes: Any) -> dict[str, Any]:
     pair = PairSpec("t", "d", **changes)
     return fingerprint(pair, [WORKLOADS["short"]], [Question("a", "b")], Sizes(), "in process")
+
+
+def test_fingerprint_knows_the_recording(tmp_path: Path) -> None:
+    """Catches cells of different recordings in one table, and a path that makes a difference."""
+    found = [WORKLOADS["short"].as_json()]
+    for folder, text in (("a", "one"), ("b", "one"), ("c", "two")):
+        path = tmp_path / folder / "t.npz"
+        path.parent.mkdir()
+        path.write_text(text)
+        (workload,) = bench._replayed([WORKLOADS["short"]], [path])
+        assert (workload.name, workload.replay) == ("short", str(path))
+        found.append(workload.as_json())
+    assert found[1] == found[2] != found[3] and found[0] not in found[1:]
+    assert identity(replayed=True)["settings"] != identity()["settings"]
+
+
+def test_several_recordings_are_rows_of_their_own() -> None:
+    paths = [Path("demo.npz"), Path("constant.npz")]
+    found = bench._replayed([WORKLOADS["short"], WORKLOADS["burst"]], paths)
+    assert [(w.name, w.replay, w.burst) for w in found] == [
+        ("short, demo", "demo.npz", False),
+        ("short, constant", "constant.npz", False),
+        ("burst, demo", "demo.npz", True),
+        ("burst, constant", "constant.npz", True),
+    ]
 
 
 def test_fingerprint_knows_settings_and_artifacts(tmp_path: Path) -> None:

@@ -95,6 +95,37 @@ def test_windows_follow_the_load() -> None:
     assert summarise(drive(other, cell, other.clock))["windows"] == []
 
 
+def test_windows_are_followed_step_by_step_in_bursts() -> None:
+    """Catches steps that are lost between readings, and sums of another engine or phase."""
+
+    class Slow(FakeEngine):
+        """Windows of 8 up to two requests; above, 3 after the first five steps of that load."""
+
+        sums, crowded = (0, 0), 0
+
+        def step(self) -> list[Arrival]:
+            many = len(self.left) > 2
+            self.crowded = self.crowded + 1 if many else 0
+            window = 3 if self.crowded > 5 else 8
+            rows, windows = self.sums
+            self.sums = (rows + len(self.left), windows + window * len(self.left))
+            return super().step()
+
+        def verified(self) -> tuple[int, int]:
+            return self.sums
+
+    engine = Slow(step_s=0.01, per_step=1)
+    cell = order((Phase(1, 130), Phase(4, 520), Phase(1, 260)), (30,) * 80)
+    figures = summarise(drive(engine, replace(cell, sample_s=1.0), engine.clock))
+    found = figures["settling"]
+    assert [entry["load"] for entry in found] == [1, 4, 1]
+    assert [entry["final_window"] for entry in found] == [8.0, 3.0, 8.0]
+    assert [entry["settled_after"] for entry in found] == [0, 5, 0]
+    other = Slow(step_s=0.01)
+    plain = summarise(drive(other, cell, other.clock))["settling"]
+    assert all(entry["settled_after"] is None for entry in plain)
+
+
 def test_cell_without_enough_requests_is_an_error() -> None:
     """Catches a cell that silently runs at a lower load than it is labelled with."""
     engine = FakeEngine()

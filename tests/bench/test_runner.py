@@ -9,8 +9,9 @@ from tests.bench.fakes import FakeHost
 from vllm_dspark.bench import gate
 from vllm_dspark.bench.modes import BenchError, EngineLaunch, Mode
 from vllm_dspark.bench.process import machine_cpu_seconds, session_cpu_seconds
+from vllm_dspark.bench.progress import Progress
 from vllm_dspark.bench.report import header_and_lines, make_report, markdown
-from vllm_dspark.bench.runner import Gates, Grid, Progress, run
+from vllm_dspark.bench.runner import Gates, Grid, run
 from vllm_dspark.bench.store import Cell, CellStore
 from vllm_dspark.bench.workload import WORKLOADS, Question, Sizes
 

@@ -131,6 +131,97 @@ def test_coarse_to_fine_visits_every_graph_once_ends_first() -> None:
         }
 
 
+class _Event:
+    """Stands for a CUDA event: marks a place on a time line that steps move on."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = -1.0
+
+    def record(self) -> None:
+        self.at = _Event.now
+
+    def synchronize(self) -> None:
+        assert self.at >= 0.0, "waited for an event that nobody recorded"
+
+    def elapsed_time(self, end: "_Event") -> float:
+        return end.at - self.at
+
+
+@pytest.fixture
+def profiled_runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A runner whose steps take 1 ms, 0.01 ms a token and 0.001 ms a token of context."""
+    from vllm_dspark.integration import cuda_profiling
+
+    def step(runner: Any, shape: Any, desc: Any, context: int, marks: list[_Event]) -> None:
+        runner.steps.append((shape, desc))
+        marks[0].record()
+        slow = 5.0 if len(runner.steps) % 2 else 0.0  # the first replay of each pair
+        _Event.now += 1.0 + 0.01 * desc.num_tokens + 0.001 * context * desc.num_reqs + slow
+        marks[1].record()
+        _Event.now += 0.2 + 0.005 * desc.num_reqs if shape is StepShape.NATIVE else 0.0
+        marks[2].record()
+
+    monkeypatch.setattr(cuda_profiling, "_step", step)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    return SimpleNamespace(
+        cudagraph_manager=graphs(),
+        kv_cache_config=SimpleNamespace(num_blocks=1000),
+        kernel_block_sizes=[16],
+        max_num_reqs=MAX_REQS,
+        max_model_len=1024,
+        decode_query_len=WIDTH + 1,
+        dspark_windows=None,
+        steps=[],
+    )
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_profile_prices_every_graph(profiled_runner: Any, full: bool) -> None:
+    """Catches graphs without a price (steps would be priced as larger ones), times of another
+    graph, of the first replay, or of drafting where nothing is drafted."""
+    from vllm_dspark.integration.cuda_profiling import CudaProfiler
+    from vllm_dspark.planning.measuring import CellSamples
+
+    profiler = CudaProfiler(profiled_runner)
+    cells = profiler.cells(full=full)
+    families = profiled_runner.cudagraph_manager.families()
+    nodes = {cell.kv_tokens for cell in cells}
+    assert len(nodes) == 2 + full
+    assert len(cells) == len(nodes) * sum(map(len, families.values()))
+    samples = CellSamples(cells, repeats=3, max_spread=0.1)
+    for _ in range(3):
+        samples.add(CudaProfiler(profiled_runner).measure(cell) for cell in cells)
+    assert not samples.unsettled()
+    table = samples.table(profiler.allocation_ms())
+    assert {shape for _, shape in table.grids} == set(families)
+    for (_, shape), grid in table.grids.items():
+        assert grid.sizes == tuple(sorted(d.num_tokens for d in families[shape]))
+        for node, times in zip(grid.kv_tokens, grid.median_ms, strict=True):
+            for desc, time in zip(families[shape], times, strict=True):
+                context = min(max(node // desc.num_reqs, 1), 1024 - 2 * (WIDTH + 1))
+                expected = 1.0 + 0.01 * desc.num_tokens + 0.001 * context * desc.num_reqs
+                assert time == pytest.approx(expected)
+    requests = [d.num_reqs for d in families[StepShape.NATIVE]]
+    assert table.draft.sizes == tuple(requests)
+    assert np.allclose(table.draft.median_ms[0], [0.2 + 0.005 * n for n in requests])
+
+
+def test_profile_without_graphs_of_trimmed_steps_is_refused(profiled_runner: Any) -> None:
+    """Catches a table that would price trimmed steps by native ones, and unknown cells."""
+    from vllm_dspark.errors import CostTableError
+    from vllm_dspark.integration.cuda_profiling import CudaProfiler
+    from vllm_dspark.planning.measuring import Cell
+
+    with pytest.raises(CostTableError, match="no graph was captured"):
+        CudaProfiler(profiled_runner).measure(Cell(3, 128, 1, "full", "ragged"))
+    for manager in (graphs(variable=False), SimpleNamespace()):
+        profiled_runner.cudagraph_manager = manager
+        with pytest.raises(CostTableError, match="FLASH_ATTN on Hopper"):
+            CudaProfiler(profiled_runner)
+
+
 def rejection(ops: Any, vocab: int, requests: int) -> Any:
     from vllm_dspark.integration.rejection import DSparkRejectionSampler
 

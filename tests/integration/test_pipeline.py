@@ -70,4 +70,4 @@ def test_requests_of_another_step_do_not_make_a_step_mixed() -> None:
     other = Request("b", 10, 12)  # its window is being verified
     prefilling = Request("c", 10, 4)
     for running, mixed in (([drafting, other], False), ([drafting, other, prefilling], True)):
-        assert Core(running)._outlook([drafting]).mixed is mixed
+        assert Core(running)._outlook(1).mixed is mixed

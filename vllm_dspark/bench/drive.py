@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from vllm_dspark.bench.settling import StepSums, settling
 from vllm_dspark.bench.windows import Drafts
 from vllm_dspark.bench.workload import Ask, CellOrder, Phase
 
@@ -47,6 +48,9 @@ class Engine(Protocol):
     def counters(self) -> Counters:
         """Running sums of the engine, by Prometheus name."""
 
+    def verified(self) -> tuple[int, int] | None:
+        """Requests that verified so far and the sum of their windows; None if nobody counts."""
+
 
 @dataclass
 class Trace:
@@ -60,6 +64,8 @@ class Trace:
     in_flight: list[tuple[float, int]] = field(default_factory=list)  # at each change
     phase_starts: list[float] = field(default_factory=list)
     samples: list[tuple[float, Counters]] = field(default_factory=list)  # within the cell
+    steps: list[StepSums] = field(default_factory=list)  # where windows are followed step by step
+    loads: list[int] = field(default_factory=list)  # of the phases
     before: Counters = field(default_factory=dict)
     after: Counters = field(default_factory=dict)
 
@@ -83,7 +89,7 @@ class RunningCell:
     def __init__(
         self, engine: Engine, order: CellOrder, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.trace = Trace()
+        self.trace = Trace(loads=[phase.concurrency for phase in order.phases])
         self._engine = engine
         self._order = order
         self._clock = clock
@@ -126,8 +132,8 @@ class RunningCell:
                 running.discard(arrival.request)
         if self._first_wave is None:
             self._emitted += sum(arrival.tokens for arrival in arrived)
-            if self._order.sample_s and now - trace.samples[-1][0] >= self._order.sample_s:
-                trace.samples.append((now, self._engine.counters()))
+            if self._order.sample_s:
+                self._sample(now)
             if self._emitted >= phase.tokens:
                 self._end_phase()
         elif self._first_wave <= trace.arrivals.keys():
@@ -135,6 +141,14 @@ class RunningCell:
             trace.before = self._engine.counters()
             trace.started = trace.phase_starts[0] = self._now()
             trace.samples.append((trace.started, trace.before))
+
+    def _sample(self, now: float) -> None:
+        """Windows after every step, and all counters once in a while."""
+        trace, sums = self.trace, self._engine.verified()
+        if sums is not None:
+            trace.steps.append((now, *sums))
+        if now - trace.samples[-1][0] >= self._order.sample_s:
+            trace.samples.append((now, self._engine.counters()))
 
     def _add(self) -> None:
         asks, number = self._order.asks, self._next_ask
@@ -184,6 +198,7 @@ def summarise(trace: Trace) -> dict[str, Any]:
         "phases": _phase_rates(trace, in_time),
         "timeline": _timeline(trace, in_time),
         "windows": _windows(trace),
+        "settling": settling(trace.steps, trace.phase_starts, trace.ended, trace.loads),
     }
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from vllm_dspark.bench.modes import BenchError
 
@@ -44,3 +45,33 @@ def hold(command: str) -> Iterator[None]:
         finally:
             if process.stdin is not None:
                 process.stdin.close()
+
+
+class HeldGate:
+    """Opens a gate for a chunk and keeps it open for further ones while there is time."""
+
+    def __init__(self, command: str, seconds: float) -> None:
+        self._command = command
+        self._seconds = seconds
+        self._stack = ExitStack()
+        self._opened = 0.0
+        self._longest = 0.0  # chunk so far
+
+    def __enter__(self) -> HeldGate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._opened = 0.0
+
+    @contextmanager
+    def chunk(self) -> Iterator[None]:
+        """The gate is open inside; afterwards only if another chunk as long would fit."""
+        if not self._opened:
+            self._stack.enter_context(hold(self._command))
+            self._opened = time.monotonic()
+        begun = time.monotonic()
+        yield
+        self._longest = max(self._longest, time.monotonic() - begun)
+        if time.monotonic() - self._opened + self._longest > self._seconds:
+            self.__exit__()

@@ -40,7 +40,7 @@ def fingerprint(
         "drafter": model_digest(pair.drafter),
         "settings": hash_config(settings),
         "artifacts": _file_digests(pair.plugin_options),
-        "workloads": {w.name: hash_config(asdict(w)) for w in workloads},
+        "workloads": {w.name: hash_config(w.as_json()) for w in workloads},
         "questions": hash_config({"all": [asdict(q) for q in questions]}),
         "sizes": asdict(sizes),
         "transport": transport,
@@ -103,7 +103,13 @@ def source_digest() -> str:
 
 
 _NOT_MEASURED = ("cli/", "demo/", "bench/")
-_MEASURING = ("bench/drive.py", "bench/modes.py", "bench/worker.py", "bench/workload.py")
+_MEASURING = (
+    "bench/drive.py",
+    "bench/modes.py",
+    "bench/recorded.py",
+    "bench/worker.py",
+    "bench/workload.py",
+)
 
 
 def _without_paths(options: dict[str, Any]) -> dict[str, Any]:

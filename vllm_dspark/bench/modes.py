@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ class PairSpec:
 
     width: K of `ours` and `adaptive`. plugin_options: the `"dspark"` object of `ours`.
     speculative: more keys of the speculative config, for all modes with one (synthetic acceptance,
-    `draft_sample_method`). engine: more engine arguments, for all modes.
+    `draft_sample_method`). engine: more engine arguments, for all modes. replayed: acceptance comes
+    from recordings (integration/replay.py), in all modes with drafts.
     """
 
     target: str
@@ -72,6 +73,7 @@ class PairSpec:
     plugin_options: dict[str, Any] = field(default_factory=dict)
     speculative: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    replayed: bool = False
 
     @property
     def has_tokenizer(self) -> bool:
@@ -93,6 +95,11 @@ class EngineLaunch:
     def modes(self) -> tuple[Mode, ...]:
         """All modes that this engine runs."""
         return (self.mode, *self.shared)
+
+    @property
+    def times_steps(self) -> bool:
+        """Whether the engine measures, while it starts, what its steps cost."""
+        return self.mode.name in ("ours", "adaptive")
 
 
 def launch(mode: Mode, pair: PairSpec, *, is_cpu: bool) -> EngineLaunch:
@@ -123,6 +130,10 @@ def _speculation(
     """What the mode adds to the environment, and its speculative config."""
     width = mode.width or pair.width
     base = {"method": "dspark", "model": pair.drafter, **pair.speculative}
+    if pair.replayed:  # vLLM accepts all valid drafts; the replay says which are
+        base.pop("synthetic_acceptance_length", None)
+        base["rejection_sample_method"] = "synthetic"
+        base["synthetic_acceptance_rates"] = [1.0] * width
     if "synthetic_acceptance_rates" in base:  # one per draft
         base["synthetic_acceptance_rates"] = base["synthetic_acceptance_rates"][:width]
     if mode.name == "off":
@@ -188,6 +199,6 @@ def plan_engines(
             continue
         engine = launch(mode, pair, is_cpu=is_cpu)
         if mode.name == "ours":
-            engine = EngineLaunch(mode, engine.environment, engine.arguments, tuple(shared))
+            engine = replace(engine, shared=tuple(shared))
         engines.append(engine)
     return engines

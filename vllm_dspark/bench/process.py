@@ -117,13 +117,22 @@ class WorkerHost:
             self._commands.write(json.dumps(command) + "\n")
             self._commands.flush()
         line = self._answers.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._how_it_ended()}
         if "error" in answer:
             raise BenchError(
                 f"mode {self._launch.mode.name}: {answer['error']}; the end of its log "
                 f"({self._log}):\n{self._log_tail()}"
             )
         return answer
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(_STOP_S) if self._process is not None else None
+        except subprocess.TimeoutExpired:
+            return "its process closed its pipe without an answer"
+        if code is not None and code < 0:
+            return f"its process was ended by {signal.Signals(-code).name}"
+        return f"its process ended with code {code}"
 
     def _log_tail(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_TAIL:])

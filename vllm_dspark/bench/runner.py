@@ -8,19 +8,19 @@ an interrupted run has something of everything, and a slow hour of the machine m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_dspark.bench import gate
-from vllm_dspark.bench.modes import EngineLaunch, Mode
+from vllm_dspark.bench.fleet import Deadline, Fleet, Limits, MakeHost
+from vllm_dspark.bench.gate import HeldGate
+from vllm_dspark.bench.modes import BenchError, EngineLaunch, Mode
 from vllm_dspark.bench.process import Host, machine_cpu_seconds
+from vllm_dspark.bench.progress import Progress
 from vllm_dspark.bench.store import Cell, CellKey, CellStore
 from vllm_dspark.bench.workload import CellOrder, Question, Sizes, Workload, make_cell
 
 Chunk = tuple[Workload, int, float, int]  # workload, concurrency, temperature, repeat
-MakeHost = Callable[[EngineLaunch], Host]
 WARM_UP = -1  # repeat number of cells that are run and thrown away
 
 
@@ -36,29 +36,18 @@ class Grid:
     sizes: Sizes
     slice_s: float = 0.0  # cells of a chunk take turns of this length; 0: one after the other
 
+    @property
+    def loads(self) -> list[int]:
+        """Every load of any workload, ascending."""
+        return sorted({load for w in self.workloads for load in w.only or self.concurrencies})
+
     def chunks(self) -> Iterator[Chunk]:
         """All chunks, repeats outermost."""
         for repeat in range(self.repeats):
             for workload in self.workloads:
                 for temperature in self.temperatures:
-                    for concurrency in self.concurrencies:
+                    for concurrency in workload.only or self.concurrencies:
                         yield workload, concurrency, temperature, repeat
-
-
-class Progress:
-    """Told about what happens; does nothing itself."""
-
-    def starting(self, launch: EngineLaunch) -> None:
-        """An engine is about to start."""
-
-    def started(self, launch: EngineLaunch, facts: dict[str, Any]) -> None:
-        """An engine is up."""
-
-    def total(self, cells: int) -> None:
-        """So many cells are to be measured."""
-
-    def cell(self, cell: Cell) -> None:
-        """A cell was measured."""
 
 
 @dataclass(frozen=True)
@@ -70,36 +59,6 @@ class Gates:
     seconds: float = 0.0  # how long a gate is held, if more than one start or chunk fits
 
 
-class _Held:
-    """Opens a gate for a chunk and keeps it open for further ones while there is time."""
-
-    def __init__(self, command: str, seconds: float) -> None:
-        self._command = command
-        self._seconds = seconds
-        self._stack = ExitStack()
-        self._opened = 0.0
-        self._longest = 0.0  # chunk so far
-
-    def __enter__(self) -> _Held:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-        self._opened = 0.0
-
-    @contextmanager
-    def chunk(self) -> Iterator[None]:
-        """The gate is open inside; afterwards only if another chunk as long would fit."""
-        if not self._opened:
-            self._stack.enter_context(gate.hold(self._command))
-            self._opened = time.monotonic()
-        begun = time.monotonic()
-        yield
-        self._longest = max(self._longest, time.monotonic() - begun)
-        if time.monotonic() - self._opened + self._longest > self._seconds:
-            self.__exit__()
-
-
 def run(
     grid: Grid,
     questions: Sequence[Question],
@@ -108,54 +67,80 @@ def run(
     store: CellStore,
     progress: Progress,
     gates: Gates | None = None,
+    limits: Limits | None = None,
 ) -> dict[str, Any]:
     """Measure what the store lacks; returns facts about the engines by mode."""
-    gates = gates or Gates()
+    gates, limits = gates or Gates(), limits or Limits()
     missing = {key for key in _keys(grid) if key not in store}
     progress.total(len(missing))
     if not missing:
         return {}
-    facts: dict[str, Any] = {}
-    with ExitStack() as stack:
-        hosts: dict[str, Host] = {}
-        with _Held(gates.start, gates.seconds) as held:
-            for launch in engines:
-                if not any(key.mode == mode.name for key in missing for mode in launch.modes):
-                    continue
-                progress.starting(launch)
-                host = make_host(launch)
-                stack.callback(host.stop)
-                with held.chunk():
-                    host.start()
-                    _warm_up(host, launch, grid, questions)
-                progress.started(launch, host.facts)
-                for mode in launch.modes:
-                    hosts[mode.name] = host
-                    facts[mode.name] = host.facts
-        with _Held(gates.chunk, gates.seconds) as held:
-            for number, chunk in enumerate(grid.chunks()):
-                modes = [m for m in _rotated(grid.modes, number) if _key(chunk, m) in missing]
-                if not modes:
-                    continue
-                order = make_cell(chunk[0], questions, *chunk[1:], grid.sizes)
-                measured = _sliced if grid.slice_s else _in_turn
-                with held.chunk():
-                    for mode, figures in measured(modes, order, hosts, grid.slice_s):
-                        cell = Cell(_key(chunk, mode), figures)
-                        store.add(cell)
-                        progress.cell(cell)
-    return facts
+    deadline = Deadline(limits.seconds)
+
+    def warm_up(host: Host, launch: EngineLaunch) -> None:
+        _warm_up(host, launch, grid, questions)
+
+    with Fleet(make_host, warm_up, progress, limits) as fleet:
+        names = {key.mode for key in missing}
+        wanted = [e for e in engines if names & {mode.name for mode in e.modes}]
+        with HeldGate(gates.start, gates.seconds) as gate:
+            fleet.start(wanted, gate, deadline)
+        with HeldGate(gates.chunk, gates.seconds) as gate:
+            for cell in _cells(grid, questions, fleet, missing, gate, deadline):
+                store.add(cell)
+                missing.discard(cell.key)
+                progress.cell(cell)
+        if missing:
+            progress.out_of_time(len(missing))
+        return fleet.facts
+
+
+def _cells(
+    grid: Grid,
+    questions: Sequence[Question],
+    fleet: Fleet,
+    missing: set[CellKey],
+    gate: HeldGate,
+    deadline: Deadline,
+) -> Iterator[Cell]:
+    """Missing cells, chunk by chunk, those left out that would not be done in time."""
+    took: dict[tuple[str, int, float], float] = {}  # by kind of chunk, the last time
+    for number, chunk in enumerate(grid.chunks()):
+        wanted = [m for m in _rotated(grid.modes, number) if _key(chunk, m) in missing]
+        modes = [mode for mode in wanted if mode.name in fleet.hosts]
+        kind = (chunk[0].name, chunk[1], chunk[2])
+        longest = max(took.values(), default=0.0)
+        if not modes or not deadline.fits(took.get(kind, longest)):
+            continue
+        order = make_cell(chunk[0], questions, *chunk[1:], grid.sizes)
+        begun = time.monotonic()
+        with gate.chunk():
+            if grid.slice_s:
+                found = _sliced(modes, order, fleet.hosts, grid.slice_s)
+            else:
+                found = _in_turn(modes, order, fleet)
+            for mode, figures in found:
+                yield Cell(_key(chunk, mode), figures)
+        took[kind] = time.monotonic() - begun
 
 
 Figures = dict[str, Any]
 
 
 def _in_turn(
-    modes: Sequence[Mode], order: CellOrder, hosts: dict[str, Host], _: float
+    modes: Sequence[Mode], order: CellOrder, fleet: Fleet
 ) -> Iterator[tuple[Mode, Figures]]:
     """One whole cell after the other."""
     for mode in modes:
-        yield mode, _measured(hosts[mode.name], mode, order, hosts)
+        host = fleet.hosts.get(mode.name)
+        if host is None:  # its engine failed in another mode of this chunk
+            continue
+        try:
+            figures = _measured(host, mode, order, fleet.hosts)
+        except BenchError as error:
+            fleet.drop(mode, error)
+            continue
+        yield mode, figures
 
 
 def _sliced(
@@ -203,8 +188,8 @@ def _measured(host: Host, mode: Mode, order: CellOrder, hosts: dict[str, Host]) 
 
 def _warm_up(host: Host, launch: EngineLaunch, grid: Grid, questions: Sequence[Question]) -> None:
     """Run what compiles or loads on first use: all temperatures alone, and the largest load."""
-    cells = [(min(grid.concurrencies), temperature) for temperature in grid.temperatures]
-    cells.append((max(grid.concurrencies), grid.temperatures[-1]))
+    cells = [(grid.loads[0], temperature) for temperature in grid.temperatures]
+    cells.append((grid.loads[-1], grid.temperatures[-1]))
     for concurrency, temperature in cells:
         sizes = Sizes(tokens_per_request=2, least=12)
         order = make_cell(grid.workloads[0], questions, concurrency, temperature, WARM_UP, sizes)

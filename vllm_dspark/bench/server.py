@@ -99,6 +99,10 @@ class HttpEngine:
         """Running sums from /metrics."""
         return _samples(self._client.metrics(), _COUNTED)
 
+    def verified(self) -> tuple[int, int] | None:
+        """Not step by step: a client does not see steps."""
+        return None
+
 
 def _samples(text: str, prefixes: tuple[str, ...]) -> Counters:
     """Samples of some families, by name and labels (without model name and engine)."""

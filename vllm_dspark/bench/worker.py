@@ -14,9 +14,12 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import IO, Any
 
 from vllm_dspark.bench.drive import Arrival, Counters, RunningCell, summarise
+from vllm_dspark.bench.recorded import recorded_steps
 from vllm_dspark.bench.workload import Ask, CellOrder
 
 
@@ -28,7 +31,22 @@ class LocalEngine:
 
         self.engine = DrivenEngine(arguments)
 
+        self._speculates = arguments.get("speculative_config") is not None
+        self._replayed: str | None = None
+
+    def replay(self, trace: str) -> None:
+        """Take acceptance and confidences from a recording from now on, if there are drafts."""
+        if self._speculates and trace != self._replayed:
+            self.engine.replay(recorded_steps(Path(trace)))
+            self._replayed = trace
+
+    def prepared(self, order: CellOrder) -> CellOrder:
+        """The cell with prompts as tokens: making them is not the engine's time."""
+        asks = [replace(ask, prompt=self.engine.encode(ask.prompt)) for ask in order.asks]
+        return replace(order, asks=tuple(asks))
+
     def add(self, request: int, ask: Ask, temperature: float) -> None:
+        assert not isinstance(ask.prompt, str), "prompts are tokens by now (prepared)"
         self.engine.add(request, ask.prompt, ask.max_tokens, temperature)
 
     def step(self) -> list[Arrival]:
@@ -39,6 +57,9 @@ class LocalEngine:
 
     def counters(self) -> Counters:
         return self.engine.counters()
+
+    def verified(self) -> tuple[int, int] | None:
+        return self.engine.verified()
 
 
 def serve(commands: IO[str], answers: IO[str]) -> None:
@@ -58,7 +79,10 @@ def serve(commands: IO[str], answers: IO[str]) -> None:
         if "cell" in command:
             if launch["switchable"]:
                 local.engine.set_scheduling(command["scheduling"])
-            cell = RunningCell(local, CellOrder.of_json(command["cell"]))
+            order = CellOrder.of_json(command["cell"])
+            if order.replay is not None:
+                local.replay(order.replay)
+            cell = RunningCell(local, local.prepared(order))
         if cell is None:
             raise RuntimeError("a cell was to go on before one had begun")
         done = cell.advance(command["seconds"])

@@ -53,13 +53,15 @@ class Phase:
 class CellOrder:
     """One cell as the worker gets it. The asks are more than it will need.
 
-    sample_s: seconds between readings of the counters within the cell; 0 takes none.
+    sample_s: seconds between readings of the counters within the cell; 0 takes none. replay: file
+    of the trace whose confidences and acceptance are repeated.
     """
 
     asks: tuple[Ask, ...]
     phases: tuple[Phase, ...]
     temperature: float
     sample_s: float = 0.0
+    replay: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """For the pipe to the worker."""
@@ -73,6 +75,7 @@ class CellOrder:
             tuple(Phase(p["concurrency"], p["tokens"]) for p in obj["phases"]),
             obj["temperature"],
             obj["sample_s"],
+            obj["replay"],
         )
 
 
@@ -83,7 +86,9 @@ class Workload:
     output_tokens: of a request. domains: one after the other over the cell (a shift), each a set
     of domains to mix; empty mixes all. prompt_tokens: least prompt length in characters / 4, by
     joining questions; 0 takes them as they are. burst: the load goes 1, N, 1. outlast: requests
-    are longer than the cell, so that none ends or enters in it: decode steps only.
+    are longer than the cell, so that none ends or enters in it: decode steps only. only: loads at
+    which it is measured; empty: at all of the run. replay: file of a trace whose confidences and
+    acceptance all modes with drafts repeat (integration/replay.py).
     """
 
     name: str
@@ -92,6 +97,16 @@ class Workload:
     prompt_tokens: int = 0
     burst: bool = False
     outlast: bool = False
+    only: tuple[int, ...] = ()
+    replay: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What makes its cells what they are, for the fingerprint."""
+        left_out = ("only", "replay")  # the recording counts, wherever it lies
+        found = {name: value for name, value in asdict(self).items() if name not in left_out}
+        if self.replay is not None:
+            found["recording"] = hashlib.sha256(Path(self.replay).read_bytes()).hexdigest()
+        return found
 
 
 WORKLOADS = {
@@ -184,7 +199,7 @@ def make_cell(
             length = max(2, round(length * (index + 1) / concurrency))
         asks.append(Ask(prompt, length))
     sample_s = _SAMPLE_S if workload.burst else 0.0
-    return CellOrder(tuple(asks), phases, temperature, sample_s)
+    return CellOrder(tuple(asks), phases, temperature, sample_s, workload.replay)
 
 
 def _phases(workload: Workload, concurrency: int, sizes: Sizes) -> tuple[Phase, ...]:

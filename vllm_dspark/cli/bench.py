@@ -16,10 +16,13 @@ from rich.table import Table
 
 from vllm_dspark.artifacts.store import write_atomic
 from vllm_dspark.bench import plots, report
+from vllm_dspark.bench.fleet import Limits
 from vllm_dspark.bench.identity import SOURCE, fingerprint
 from vllm_dspark.bench.modes import BenchError, EngineLaunch, Mode, PairSpec, plan_engines
 from vllm_dspark.bench.process import Host, WorkerHost
-from vllm_dspark.bench.runner import Gates, Grid, Progress, run
+from vllm_dspark.bench.progress import Progress
+from vllm_dspark.bench.recorded import recorded_steps
+from vllm_dspark.bench.runner import Gates, Grid, run
 from vllm_dspark.bench.server import ServerHost
 from vllm_dspark.bench.store import Cell, CellStore, read_cells
 from vllm_dspark.bench.workload import (
@@ -36,6 +39,7 @@ from vllm_dspark.config import process_environment
 from vllm_dspark.cpu.build import is_cpu_build
 from vllm_dspark.demo.prompts import DOMAINS, prompts_of
 from vllm_dspark.demo.target import drafter_path, ensure_target
+from vllm_dspark.errors import InputError
 
 _RANDOM_LENGTH = 128  # tokens of a random prompt, as in DESIGN.md's table
 
@@ -55,6 +59,7 @@ class BenchOptions:
     drafter: str | None = None
     prompts: Path | None = None
     max_prompt_characters: int = 400
+    replays: tuple[Path, ...] = ()  # traces whose acceptance and confidences all modes repeat
     pair: dict[str, Any] = field(default_factory=dict)  # other fields of PairSpec
     slice_s: float = 0.0
     server: bool = False
@@ -62,6 +67,7 @@ class BenchOptions:
     engine_process: bool = False
     outrank: bool = False
     gates: Gates = field(default_factory=Gates)
+    limits: Limits = field(default_factory=Limits)
 
     @classmethod
     def parse(
@@ -71,23 +77,45 @@ class BenchOptions:
         concurrencies: str,
         temperatures: str,
         workloads: str,
-        tokens: int,
-        least_tokens: int,
+        sizes: tuple[int, int, int],
         pair: str,
         gates: tuple[str, str, float],
+        limits: tuple[float, int, bool],
         **others: Any,
     ) -> BenchOptions:
         """From the command line's texts; BenchError names the option that cannot be read."""
+        _check_replays(**others)
         return cls(
             modes=tuple(_items("--modes", modes, Mode.parse)),
             concurrencies=tuple(_items("--concurrency", concurrencies, _positive)),
             temperatures=tuple(_items("--temperature", temperatures, float)),
             workloads=tuple(_items("--workload", workloads, _workload)),
-            sizes=Sizes(tokens, least_tokens),
+            sizes=Sizes(*sizes),
             pair=_pair_fields(pair),
             gates=Gates(*gates),
+            limits=Limits(*limits),
             **others,
         )
+
+
+def _check_replays(
+    replays: Sequence[Path] = (), server: bool = False, engine_process: bool = False, **_: Any
+) -> None:
+    """Say before anything starts that a recording cannot be replayed."""
+    if not replays:
+        return
+    if server or engine_process:
+        raise BenchError(
+            "--replay reaches into the engine, which must run in the worker's process: leave out "
+            "--server and --engine-process"
+        )
+    if len({path.stem for path in replays}) < len(replays):
+        raise BenchError("--replay: two recordings have one name, which their cells would share")
+    for path in replays:
+        try:
+            recorded_steps(path)
+        except InputError as error:
+            raise BenchError(f"--replay: {error}") from error
 
 
 _Item = TypeVar("_Item")
@@ -111,13 +139,16 @@ def _positive(text: str) -> int:
 
 
 def _workload(text: str) -> Workload:
-    if text not in WORKLOADS:
-        raise ValueError(f"{text!r} is no workload; choose from {', '.join(WORKLOADS)}")
-    return WORKLOADS[text]
+    """`burst`, or `burst@128+256`: only at these loads."""
+    name, limited, loads = text.partition("@")
+    if name not in WORKLOADS:
+        raise ValueError(f"{name!r} is no workload; choose from {', '.join(WORKLOADS)}")
+    only = tuple(map(_positive, loads.split("+"))) if limited else ()
+    return dataclasses.replace(WORKLOADS[name], only=only)
 
 
 def _pair_fields(text: str) -> dict[str, Any]:
-    allowed = {f.name for f in dataclasses.fields(PairSpec)} - {"target", "drafter"}
+    allowed = {f.name for f in dataclasses.fields(PairSpec)} - {"target", "drafter", "replayed"}
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -145,7 +176,16 @@ def run_bench(options: BenchOptions, console: Console) -> dict[str, Any]:
     options.out.mkdir(parents=True, exist_ok=True)
     store = CellStore(options.out / "cells.jsonl", identity)
     with stop_on_signals(), BarProgress(console) as progress:
-        facts = run(grid, questions, engines, _host_maker(options), store, progress, options.gates)
+        facts = run(
+            grid,
+            questions,
+            engines,
+            _host_maker(options),
+            store,
+            progress,
+            options.gates,
+            options.limits,
+        )
     found = report.make_report(
         identity,
         store.cells.values(),
@@ -196,19 +236,36 @@ def _pair(options: BenchOptions) -> PairSpec:
         target, drafter = str(ensure_target()), str(drafter_path())
     else:
         target, drafter = options.target, options.drafter
-    seqs = max(options.concurrencies)
-    return PairSpec(target, drafter, **{"max_num_seqs": seqs, **options.pair})
+    seqs = _grid(options).loads[-1]
+    replayed = bool(options.replays)
+    fields = {"max_num_seqs": seqs, **options.pair, "replayed": replayed}
+    return PairSpec(target, drafter, **fields)
 
 
 def _grid(options: BenchOptions) -> Grid:
     return Grid(
-        options.workloads,
+        _replayed(options.workloads, options.replays),
         options.concurrencies,
         options.temperatures,
         options.repeats,
         options.modes,
         options.sizes,
         options.slice_s,
+    )
+
+
+def _replayed(workloads: Sequence[Workload], replays: Sequence[Path]) -> tuple[Workload, ...]:
+    """Every workload with every recording, each a row of its own if there are several."""
+    if not replays:
+        return tuple(workloads)
+    return tuple(
+        dataclasses.replace(
+            workload,
+            name=f"{workload.name}, {path.stem}" if len(replays) > 1 else workload.name,
+            replay=str(path),
+        )
+        for workload in workloads
+        for path in replays
     )
 
 
@@ -246,11 +303,15 @@ def _settings(options: BenchOptions) -> dict[str, Any]:
         "modes": [mode.name for mode in options.modes],
         "concurrencies": list(options.concurrencies),
         "temperatures": list(options.temperatures),
-        "workloads": [workload.name for workload in options.workloads],
+        "workloads": [
+            "@".join([w.name, "+".join(map(str, w.only))] if w.only else [w.name])
+            for w in options.workloads
+        ],
         "repeats": options.repeats,
         "slice_s": options.slice_s,
         "tokens_per_request": options.sizes.tokens_per_request,
         "prompts": options.prompts.name if options.prompts else "demo",
+        "replays": [path.name for path in options.replays],
         **{k: v for k, v in options.pair.items() if k != "plugin_options"},
     }
 
@@ -284,6 +345,12 @@ class BarProgress(Progress):
     def started(self, launch: EngineLaunch, facts: dict[str, Any]) -> None:
         names = ", ".join(mode.name for mode in launch.modes)
         self._say(f"{names}: engine up after {facts.get('start_s', 0.0):.0f} s")
+
+    def failed(self, mode: Mode, error: BenchError) -> None:
+        self._say(f"{mode.name} is left out: {error}")
+
+    def out_of_time(self, cells: int) -> None:
+        self._say(f"{cells} cells are left; the same command goes on with them")
 
     def total(self, cells: int) -> None:
         self._bar.update(self._task, total=cells)

@@ -131,13 +131,26 @@ def bench(
     ),
     temperature: Annotated[str, typer.Option(help="Temperatures, comma-separated.")] = "0",
     workload: Annotated[
-        str, typer.Option(help="Of decode, short, long, shift, burst, prefill.")
+        str,
+        typer.Option(help="Of decode, short, long, shift, burst, prefill; burst@256: only there."),
     ] = ("short"),
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats of every cell.")] = 3,
     tokens: Annotated[
         int, typer.Option(min=1, help="Output tokens of a cell per request in flight.")
     ] = 24,
     least_tokens: Annotated[int, typer.Option(min=1, help="But at least so many a cell.")] = 120,
+    most_tokens: Annotated[
+        int, typer.Option(min=1, help="And at most so many (a GPU makes thousands a second).")
+    ] = 4096,
+    time_limit: Annotated[
+        float, typer.Option(min=0.0, help="Start nothing that is not done after so many seconds.")
+    ] = 0.0,
+    parallel_starts: Annotated[
+        int, typer.Option(min=1, help="Engines that start at once (those that time steps do not).")
+    ] = 1,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Leave out a mode that fails, measure the others.")
+    ] = False,
     target: Annotated[str | None, typer.Option(help="Target model; default: the demo's.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Its DSpark drafter.")] = None,
     prompts: Annotated[
@@ -146,6 +159,13 @@ def bench(
     pair: Annotated[
         str, typer.Option(metavar="JSON", help="Settings of all engines (PairSpec's fields).")
     ] = "{}",
+    replay: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="TRACE",
+            help="Repeat recorded confidences and acceptance in all modes (random weights).",
+        ),
+    ] = None,
     server: Annotated[
         bool, typer.Option("--server/--offline", help="HTTP servers with streaming clients.")
     ] = False,
@@ -193,18 +213,19 @@ def bench(
             temperatures=temperature,
             workloads=workload,
             repeats=repeats,
-            tokens=tokens,
-            least_tokens=least_tokens,
+            sizes=(tokens, least_tokens, most_tokens),
             pair=pair,
             target=target,
             drafter=drafter,
             prompts=prompts,
+            replays=tuple(replay or ()),
             server=server,
             engine_process=engine_process,
             share_engines=share_engines,
             slice_s=slices,
             outrank=outrank,
             gates=(start_gate, gate, gate_seconds),
+            limits=(time_limit, parallel_starts, keep_going),
         )
     except BenchError as error:
         fail(str(error), EXIT_USAGE)

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from vllm_dspark.errors import DSparkError
+from vllm_dspark.integration.replay import RecordedSteps, TraceReplay, install_replay
 
 # Counters and sums of these families say what became of drafts and steps.
 _COUNTED = ("vllm:spec_decode_", "vllm:dspark_", "vllm:num_preemptions", "vllm:prompt_tokens")
@@ -23,14 +24,21 @@ class DrivenEngine:
 
         self._llm = LLM(**arguments)
         self._engine = self._llm.llm_engine
-        self._has_tokenizer = not arguments.get("skip_tokenizer_init", False)
+        self._encoded: dict[str, list[int]] = {}
         self._round = 0
         self._planner: Any = None  # of `ours`, while its scheduling is switched off
+        self._replay: TraceReplay | None = None
 
-    def add(
-        self, request: int, prompt: str | list[int], max_tokens: int, temperature: float
-    ) -> None:
-        """Take one request; unseeded, since seeded requests keep full windows by design."""
+    def replay(self, steps: RecordedSteps) -> None:
+        """Take acceptance and confidences from a recording from now on (replay.py)."""
+        self._replay = install_replay(self.runner, steps)
+
+    def add(self, request: int, ids: list[int], max_tokens: int, temperature: float) -> None:
+        """Take one request; unseeded, since seeded requests keep full windows by design.
+
+        Its tokens are not made into text: a server does that in another process, here it would
+        hold the engine up.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -38,11 +46,21 @@ class DrivenEngine:
             temperature=temperature,
             max_tokens=max_tokens,
             ignore_eos=True,
-            detokenize=self._has_tokenizer,
+            detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        ids = self._token_ids(prompt) if isinstance(prompt, str) else prompt
+        if self._replay is not None:
+            key = f"{request}/{ids}"
+            self._replay.expect(self._name(request), sampled=temperature > 0, key=key)
         self._engine.add_request(self._name(request), {"prompt_token_ids": ids}, params)
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """Tokens of a user's message in the chat template, if there is one; tokens as they are."""
+        if not isinstance(prompt, str):
+            return prompt
+        if prompt not in self._encoded:
+            self._encoded[prompt] = self._token_ids(prompt)
+        return self._encoded[prompt]
 
     def _token_ids(self, prompt: str) -> list[int]:
         tokenizer = self._llm.get_tokenizer()
@@ -71,11 +89,19 @@ class DrivenEngine:
             self._engine.step()
         # An aborted request leaves the workers with the next step that there is.
         self._round += 1
+        if self._replay is not None:
+            self._replay.forget()
 
     def counters(self) -> dict[str, float]:
         """Running sums by name, labels but the engine's own in braces."""
         self._engine.do_log_stats()
         return registry_counters()
+
+    def verified(self) -> tuple[int, int] | None:
+        """Requests that verified so far and the sum of their windows, where ours counts them."""
+        core = getattr(self._engine.engine_core, "engine_core", None)
+        totals = getattr(core.scheduler, "dspark_totals", None) if core is not None else None
+        return None if totals is None else (totals.request_steps, int(totals.windows[-1]))
 
     def set_scheduling(self, enabled: bool) -> None:
         """Switch the planner of `ours`: without it every step is native, as `scheduling: false`."""

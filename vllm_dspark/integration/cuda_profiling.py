@@ -23,6 +23,7 @@ from vllm_dspark.errors import CostTableError
 from vllm_dspark.integration.cuda_graphs import WindowGraphs
 from vllm_dspark.integration.cuda_warmup import verify
 from vllm_dspark.planning.cost import CostTable, StepMode, StepShape, StepTiming, build_cost_table
+from vllm_dspark.planning.measuring import Cell
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -35,16 +36,7 @@ _ALLOCATION_REPEATS = 20
 @torch.inference_mode()
 def profile_cuda(runner: Any, budget_s: float = BUDGET_S) -> CostTable:
     """Cost table of an engine on CUDA; raises CostTableError if there is nothing to measure."""
-    manager = runner.cudagraph_manager
-    families: dict[StepShape, list[Any]] = {}
-    if isinstance(manager, WindowGraphs):
-        families = manager.families()
-    if StepShape.RAGGED not in families:
-        raise CostTableError(
-            "incomplete",
-            "no graphs of variable rows were captured, so trimmed steps have no price; steps run "
-            "native (the attention backend decides: FLASH_ATTN on Hopper has them)",
-        )
+    families = _families(runner)
     started = time.perf_counter()
     nodes = _kv_nodes(runner)
     measured: dict[tuple[StepShape, int, int], list[StepTiming]] = {}
@@ -63,6 +55,67 @@ def profile_cuda(runner: Any, budget_s: float = BUDGET_S) -> CostTable:
     samples = [sample for found in measured.values() for sample in found]
     samples += _interpolated(families, nodes, measured)
     return build_cost_table(samples, allocation_ms=_allocation_ms(runner))
+
+
+class CudaProfiler:
+    """Measures for `vllm-dspark profile`, graph by graph; `profiling.CpuProfiler`'s twin."""
+
+    def __init__(self, runner: Any) -> None:
+        """Raises CostTableError if there is nothing to measure."""
+        self._runner = runner
+        self._graphs = {
+            (shape, desc.num_tokens, desc.num_reqs): desc
+            for shape, descs in _families(runner).items()
+            for desc in descs
+        }
+
+    @torch.inference_mode()
+    def cells(self, *, full: bool) -> list[Cell]:
+        """Captured graphs at each KV node, ascending, each run once so that it is warm.
+
+        Every graph is there: a step pads to the next one, so a price for each is needed. full:
+        three KV nodes instead of two.
+        """
+        nodes = _kv_nodes(self._runner)
+        if full:
+            nodes = tuple(sorted({*nodes, (nodes[0] + nodes[-1]) // 2}))
+        mode = StepMode.FULL.value
+        cells = [
+            Cell(tokens, kv_tokens, requests, mode, shape.value)
+            for shape, tokens, requests in self._graphs
+            for kv_tokens in nodes
+        ]
+        for cell in cells:
+            self.measure(cell)
+        return sorted(cells)
+
+    @torch.inference_mode()
+    def measure(self, cell: Cell) -> StepTiming:
+        """One sample of a cell, from the second of two replays: the host is ahead by then."""
+        key = (StepShape(cell.shape), cell.num_tokens, cell.num_requests)
+        desc = self._graphs.get(key)
+        if desc is None:
+            raise CostTableError("incomplete", f"no graph was captured for {cell}")
+        shape, kv_tokens = key[0], cell.kv_tokens
+        return _measure(self._runner, shape, desc, kv_tokens, repeats=1)[0]
+
+    @torch.inference_mode()
+    def allocation_ms(self) -> float:
+        """Time of ranking and layout on the device in a trimmed step; 0 with host windows."""
+        return _allocation_ms(self._runner)
+
+
+def _families(runner: Any) -> dict[StepShape, list[Any]]:
+    """Captured graphs by shape; raises CostTableError if those of trimmed steps are not there."""
+    manager = runner.cudagraph_manager
+    families = manager.families() if isinstance(manager, WindowGraphs) else {}
+    if StepShape.RAGGED not in families:
+        raise CostTableError(
+            "incomplete",
+            "no graphs of variable rows were captured, so trimmed steps have no price; steps run "
+            "native (the attention backend decides: FLASH_ATTN on Hopper has them)",
+        )
+    return families
 
 
 def _coarse_to_fine(families: dict[StepShape, list[Any]]) -> list[tuple[StepShape, Any]]:
@@ -91,13 +144,15 @@ def _kv_nodes(runner: Any) -> tuple[int, ...]:
     return (near, far) if near > 0 else (max(far, 1),)
 
 
-def _measure(runner: Any, shape: StepShape, desc: Any, kv_tokens: int) -> list[StepTiming]:
+def _measure(
+    runner: Any, shape: StepShape, desc: Any, kv_tokens: int, repeats: int = _REPEATS
+) -> list[StepTiming]:
     """Timed replays of one graph at one KV load."""
     num_reqs = desc.num_reqs
     longest = runner.max_model_len - 2 * runner.decode_query_len
     context = min(max(kv_tokens // num_reqs, 1), longest)
     events = []
-    for _ in range(_WARMUP + _REPEATS):
+    for _ in range(_WARMUP + repeats):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         _step(runner, shape, desc, context, marks)
         events.append(marks)

@@ -52,9 +52,8 @@ class DeviceWindows:
 
         owners: owner ids of the requests that have drafts in the step, in any order.
         """
-        self._plan, self._order = None, None
+        self.stand_aside()
         if order.plan is None or order.plan.kind is not PlanKind.TRIM:
-            self.box.drop()
             return False
         self.box.put(order.plan)
         plan = self.box.take(order.step_id, request_digest(owners), owners.size, self._width)
@@ -68,6 +67,11 @@ class DeviceWindows:
             return False
         self._plan, self._order = plan, order
         return True
+
+    def stand_aside(self) -> None:
+        """The coming step is not ours: whatever plan is still here was about another one."""
+        self._plan, self._order = None, None
+        self.box.drop()
 
     def record(self, step_id: int, idx_mapping: IntArray, logits: torch.Tensor) -> None:
         """Note the rows that the draft pass of `step_id` wrote; logits: [n, K], batch order."""

@@ -97,26 +97,26 @@ class PlanTotals:
         self.realised: Values = np.zeros(1)
         self.fallbacks: Values = np.zeros(len(FALLBACKS))
 
-    def add(self, plan: VerifyPlan | None, emitted: float) -> None:
-        """Count one executed step; emitted: tokens its verification rows added to outputs."""
+    def add(self, plan: VerifyPlan | None, emitted: float, steps: int = 1) -> None:
+        """Count executed steps of equal plans; emitted: tokens that they added to outputs."""
         if plan is None:
-            self.steps[_UNPLANNED] += 1.0
-            self.drafted[0] += 1.0
+            self.steps[_UNPLANNED] += steps
+            self.drafted[0] += steps
             return
-        self.steps[_KIND_INDEX[plan.kind] + _REASON_INDEX[plan.reason]] += 1.0
-        (self.drafted if plan.draft_next else self.skipped)[0] += 1.0
+        self.steps[_KIND_INDEX[plan.kind] + _REASON_INDEX[plan.reason]] += steps
+        (self.drafted if plan.draft_next else self.skipped)[0] += steps
         if plan.reason is Reason.PROBE_DRAFT:
-            self.probes[0] += 1.0
+            self.probes[0] += steps
         if plan.predicted_tokens > 0.0:
-            self.predicted[0] += plan.predicted_tokens
+            self.predicted[0] += plan.predicted_tokens * steps
             self.realised[0] += emitted
         declined = _FALLBACK_OF.get(plan.reason)
         if declined is not None:
-            self.fallbacks[declined] += 1.0
+            self.fallbacks[declined] += steps
 
-    def decline(self, reason: str) -> None:
+    def decline(self, reason: str, times: int = 1) -> None:
         """Count something the plugin declined; reason: a key of FALLBACKS."""
-        self.fallbacks[_FALLBACK_INDEX[reason]] += 1.0
+        self.fallbacks[_FALLBACK_INDEX[reason]] += times
 
     def by_kind(self) -> dict[str, float]:
         """Steps per kind of plan."""

@@ -5,7 +5,7 @@ The engine core puts a `StepOrder` on the scheduler output, the worker of the ou
 pickle, so no channel of ours exists and nothing is waited for.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,18 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_dspark.planning.cost import StepTiming
-from vllm_dspark.planning.plan import VerifyPlan
+from vllm_dspark.planning.plan import PlanKind, VerifyPlan
 from vllm_dspark.planning.table import RankingParameters
 
 IntArray = npt.NDArray[np.integer]
 
 _ORDER = "dspark_order"
 _REPORT = "dspark_report"
+_NOBODY: IntArray = np.zeros(0, dtype=np.int32)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepOrder:
-    """Engine core to worker, with one scheduler output.
+    """Engine core to worker, with one scheduler output; complete once that has been made.
 
     step_id: stamp of this step and of the confidence rows that its draft pass writes (1..2^31-1).
     request_ids: requests that may have drafts, in scheduler order; the plan's windows follow it.
@@ -33,6 +34,9 @@ class StepOrder:
     For device windows: ranking, calibration and neutral priors; sampled, requests with a
     temperature; floors and ceilings, drafts that are let through at least and at most, where that
     is not 0 and K.
+    num_scheduled: drafts that vLLM scheduled of each, where they are those that the plan left
+    (None: look at the scheduler output); kept in the engine core.
+    at_rest: nothing that could be reported about the step is needed (resting.py).
     """
 
     step_id: int
@@ -44,6 +48,19 @@ class StepOrder:
     sampled: frozenset[str] = frozenset()
     floors: dict[str, int] = field(default_factory=dict)
     ceilings: dict[str, int] = field(default_factory=dict)
+    num_scheduled: IntArray | None = None  # [n]
+    at_rest: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process goes what workers need: few steps are about single requests there."""
+        plan = self.plan
+        if plan is not None and plan.kind is PlanKind.TRIM and self.ranking is not None:
+            order = replace(self, num_scheduled=None)
+            return StepOrder, tuple(getattr(order, item.name) for item in fields(order))
+        if plan is not None and plan.windows:
+            plan = replace(plan, windows=())
+        empty: tuple[Any, ...] = (None, frozenset(), {}, {}, None)
+        return StepOrder, (self.step_id, plan, [], _NOBODY, _NOBODY, *empty, self.at_rest)
 
     @staticmethod
     def of(

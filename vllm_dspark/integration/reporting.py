@@ -171,6 +171,11 @@ class StepReporter:
         self.cost_table: str | None = None  # set once, by profiling
         self.refused = ""  # why this worker executes no trim plans, if so
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the engine core waits for more than rows and times of steps."""
+        return self.cost_table is not None or bool(self.refused)
+
     def record_rows(self, order: StepOrder, input_batch: Any, logits: torch.Tensor) -> None:
         """Rows of the pass that was just launched; logits: [num_reqs, K]."""
         ids = tuple(input_batch.req_ids)

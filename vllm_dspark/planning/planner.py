@@ -77,9 +77,18 @@ class Planner:
         return self.cost
 
     @property
-    def resting(self) -> bool:
-        """Whether the coming steps repeat a settled native decision, so nothing need be learned."""
-        return self._repetition.resting
+    def rest(self) -> int:
+        """Steps from now on that repeat a decision, so that nothing need be learned; 0: learn."""
+        return self._repetition.rest
+
+    @property
+    def rest_ahead(self) -> int:
+        """Coming steps that may repeat a native decision unseen; then tell `repeated`."""
+        return self._repetition.rest_ahead if self.options.lazy else 0
+
+    def repeated(self, steps: int) -> None:
+        """The last decision, a native one, was carried out in so many steps more."""
+        self._repetition.skip(steps)
 
     def plan(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
         """Decide one step."""

@@ -245,6 +245,16 @@ class RequestTable:
         """Overrule what is left to generate, where the engine knows better."""
         self._state[_REMAINING, slots] = remaining
 
+    def remaining(self, slots: SlotArray) -> SlotArray:
+        """Tokens left to generate at most, [n]."""
+        left: SlotArray = self._state[_REMAINING].take(slots)
+        return left
+
+    def ends_within(self, slots: SlotArray, num_drafts: int) -> BoolArray:
+        """Whether so many drafts and a token more are too many to be emitted, [n]."""
+        ends: BoolArray = self._state[_REMAINING].take(slots) <= num_drafts
+        return ends
+
     def count_emitted(self, slots: SlotArray, accepted: IntArray) -> None:
         """Take what a step emitted off what remains, without learning from it."""
         left = self._state[_REMAINING].take(slots)

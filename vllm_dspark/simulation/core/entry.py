@@ -86,7 +86,7 @@ def _ours(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
         w.batch[JUDGED],
         w.batch[TAKEN],
     )
-    may_repeat = drafts == width and not fresh
+    may_repeat = drafts == width and (o.device or not fresh)
     planner.allow(p, d, n, may_repeat, plan, w.batch[ORDER], owners, w.batch[TAKEN])
     if o.device and plan.kind == TRIM:
         _spread(w, x, p, d, n, width, plan.budget)
@@ -130,16 +130,16 @@ def _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
 @inner
 def _learn(w, x, p, load, t, d, n, stamp):
     """Conductor.learn: outcomes first, then the rows that have arrived."""
-    if planner.resting(p, d):
+    rest = planner.rest(p, d)
+    if rest:
         learner.count_emitted(x, d, w.batch[ORDER], n, w.batch[PASSED])
-        return
-    if n:
+    elif n:
         learner.record_outcomes(
             x, d, w.batch[ORDER], n, stamp, w.batch[JUDGED], w.batch[PASSED], load.learn
         )
     place = (w.rep[d, STEP] - load.lag) % HISTORY
     shown = w.row_stamp[d, place]
-    if shown == 0 or shown != w.rep[d, STEP] - load.lag:
+    if rest > 1 or shown == 0 or shown != w.rep[d, STEP] - load.lag:
         return
     count = 0
     for i in range(n + w.counts[N_PREFILLED]):
