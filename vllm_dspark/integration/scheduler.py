@@ -19,7 +19,7 @@ from vllm_dspark.integration.outcomes import (
     PendingOutcomes,
     StepReach,
 )
-from vllm_dspark.integration.pipeline import EarlyDrafts, in_flight
+from vllm_dspark.integration.pipeline import PipelineSchedulerMixin
 from vllm_dspark.integration.report import StepOrder, attach_order, order_of, report_of
 from vllm_dspark.integration.resting import accepted_by_position
 from vllm_dspark.integration.startup import (
@@ -59,8 +59,6 @@ class DSparkSchedulerMixin:
         self._outcome_log = OutcomeLog(options.record_outcomes) if options.record_outcomes else None
         self.conductor = self._make_conductor(options, width)
         self._corrections = Corrections()
-        in_pipeline = self.vllm_config.parallel_config.pipeline_parallel_size > 1
-        self._early_drafts = EarlyDrafts() if in_pipeline else None
         self._drafting = DraftingLookup()
         self._worker_order = WorkerOrder()
         self._step_reach = StepReach(width)
@@ -149,10 +147,8 @@ class DSparkSchedulerMixin:
     def _outlook(self, num_drafting: int) -> StepOutlook:
         num_running, num_waiting = len(self.running), len(self.waiting)
         has_room = num_running < self.max_num_running_reqs
-        others = num_running - num_drafting
-        if others and self._early_drafts is not None:  # those in flight bring no rows to this step
-            others = sum(not r.spec_token_ids and not in_flight(r) for r in self.running)
-        return StepOutlook(others > 0 or (num_waiting > 0 and has_room), num_waiting)
+        mixed = num_drafting < num_running or (num_waiting > 0 and has_room)
+        return StepOutlook(mixed, num_waiting)
 
     def _scheduled(self, output: Any, order: StepOrder) -> ScheduledStep:
         requests = self.requests
@@ -174,20 +170,6 @@ class DSparkSchedulerMixin:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's update, then learning what became of this step's drafts."""
-        outputs = self._learn_from_output(scheduler_output, model_runner_output)
-        if self._early_drafts is not None:
-            drafts = self._early_drafts.release(self.running)
-            if drafts is not None:
-                super().update_draft_token_ids(drafts)  # type: ignore[misc]
-        return outputs
-
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """vLLM's, for drafts of requests whose last token has arrived (see pipeline.py)."""
-        if self._early_drafts is not None:
-            draft_token_ids = self._early_drafts.hold(draft_token_ids, self.requests)
-        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
-
-    def _learn_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         order = order_of(scheduler_output)
         if order is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
@@ -284,5 +266,8 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
     else:
         from vllm.v1.core.sched.scheduler import Scheduler as Base  # type: ignore[assignment]
 
-    scheduler_class = type(f"DSpark{Base.__name__}", (DSparkSchedulerMixin, Base), {})
+    bases: tuple[type, ...] = (DSparkSchedulerMixin, Base)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        bases = (PipelineSchedulerMixin, *bases)
+    scheduler_class = type(f"DSpark{Base.__name__}", bases, {})
     return scheduler_class(vllm_config=vllm_config, **kwargs)
