@@ -134,6 +134,10 @@ def _section(run: Run, stem: str, folder: Path) -> str:
             report.markdown(*drafts),
         ]
     parts += ["Latency:", report.markdown(*report.latency_table(run.report))]
+    engines = _engines(run.report)
+    if engines:
+        parts += ["Engines (memory: what torch reserved when they were up, fixed caches included):"]
+        parts += [engines]
     left_out = _left_out(run.report)
     if left_out:
         parts.append(f"Left out: {left_out}.")
@@ -155,6 +159,17 @@ def _against_adaptive(rows: Sequence[Mapping[str, Any]]) -> str:
         if (ratio := row.get("ours_over_adaptive"))
     ]
     return report.markdown(("workload", "T", "requests", "ratio", "95 %"), lines) if lines else ""
+
+
+def _engines(found: Mapping[str, Any]) -> str:
+    """Start-up time and memory, where the run wrote them down."""
+    engines = (found.get("conditions") or {}).get("engines") or {}
+    lines = [
+        [name, f"{facts['start_s']:.0f}", f"{facts['gpu_gib']:.2f}" if "gpu_gib" in facts else ""]
+        for name, facts in engines.items()
+        if "start_s" in facts
+    ]
+    return report.markdown(("mode", "start, s", "GiB"), lines) if lines else ""
 
 
 def _left_out(found: Mapping[str, Any]) -> str:
