@@ -57,6 +57,9 @@ def read_run(name: str, folder: Path) -> Run:
     if whole.exists():
         saved = json.loads(whole.read_text())
         made |= {key: saved[key] for key in ("settings", "conditions")}
+        for facts in (made["conditions"].get("engines") or {}).values():
+            if "error" in facts:  # the rest is the end of a log, with paths of that machine
+                facts["error"] = facts["error"].split(";")[0].splitlines()[0]
     command = folder / "command.txt"
     return Run(name, made, command.read_text().strip() if command.exists() else "")
 
@@ -176,9 +179,7 @@ def _left_out(found: Mapping[str, Any]) -> str:
     """Modes that failed, with the first line of why."""
     engines = (found.get("conditions") or {}).get("engines") or {}
     return "; ".join(
-        f"{name} ({facts['error'].splitlines()[0]})"
-        for name, facts in engines.items()
-        if "error" in facts
+        f"{name} ({facts['error']})" for name, facts in engines.items() if "error" in facts
     )
 
 
