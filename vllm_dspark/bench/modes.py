@@ -26,6 +26,11 @@ _WITHOUT_US = {"VLLM_PLUGINS": "", "TRITON_BACKENDS_IN_TREE": "1"}
 _NAME = re.compile(r"off|off-v2|adaptive|ours|ours-full|(?:fixed|plugin)([1-9][0-9]*)")
 
 
+# Share of a GPU that vLLM wants to see free before it starts. With a KV cache of fixed size it has
+# no other meaning, and vLLM's default would refuse every engine but the first.
+_SIDE_BY_SIDE = 0.05
+
+
 class BenchError(DSparkError):
     """The benchmark cannot do what was asked; the message gives cause and remedy."""
 
@@ -118,6 +123,8 @@ def launch(mode: Mode, pair: PairSpec, *, is_cpu: bool) -> EngineLaunch:
     }
     if pair.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = pair.kv_cache_bytes
+        if not is_cpu:
+            arguments.setdefault("gpu_memory_utilization", _SIDE_BY_SIDE)
     if not pair.has_tokenizer:
         arguments["skip_tokenizer_init"] = True
     if speculative is not None:
