@@ -3,6 +3,7 @@
 Milliseconds instead of an engine's ten seconds, and the same in every run.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,15 +62,21 @@ def add_request(scheduler: Any, name: str, prompt: Sequence[int] = (10, 20, 30),
 
 
 class MadeUpWorker:
-    """Runs a scheduler's steps: accepts by `accept`, drafts K tokens when told to."""
+    """Runs a scheduler's steps: accepts by `accept`, drafts K tokens when told to.
 
-    def __init__(self, scheduler: Any, accept: Accept, confidence: float = 0.8) -> None:
+    lag: steps by which confidence rows come late; 0 on a CPU, at least 1 under async scheduling.
+    """
+
+    def __init__(
+        self, scheduler: Any, accept: Accept, confidence: float = 0.8, lag: int = 0
+    ) -> None:
         self.scheduler = scheduler
         self.width: int = scheduler.num_spec_tokens
         self.plans: list[VerifyPlan] = []
         self._accept = accept
         self._confidence = confidence
         self._owners: dict[str, int] = {}
+        self._passes: deque[tuple[int, tuple[str, ...]]] = deque([(0, ())] * lag, lag + 1)
 
     def step(self) -> Any:
         """One step; what was scheduled."""
@@ -94,7 +101,7 @@ class MadeUpWorker:
             tokens.append([] if chunk else [7] * (1 + self._accept(name, drafts)))
         index = {name: i for i, name in enumerate(ids)}
         ran = ModelRunnerOutput(req_ids=ids, req_id_to_index=index, sampled_token_ids=tokens)
-        if order is not None:
+        if order is not None and not order.at_rest:
             attach_report(ran, self._report(output, order, ids))
         return ran
 
@@ -120,11 +127,13 @@ class MadeUpWorker:
             20.0,
             1.0,
         )
+        self._passes.append((order.step_id if order.draft_next else 0, tuple(ids)))
+        stamp, names = self._passes[0]
         return StepReport(
-            order.step_id if order.draft_next else 0,
-            tuple(ids),
-            np.array([self._owners[name] for name in ids]),
-            np.full((len(ids), self.width), self._confidence, dtype=np.float32),
+            stamp,
+            names,
+            np.array([self._owners[name] for name in names], dtype=np.int64),
+            np.full((len(names), self.width), self._confidence, dtype=np.float32),
             (timing,),
             dict.fromkeys(ids, share) if on_device else None,
         )
