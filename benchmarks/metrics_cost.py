@@ -19,7 +19,12 @@ from vllm_dspark.integration.conductor import Conductor
 from vllm_dspark.integration.metrics import EngineMetrics
 from vllm_dspark.integration.metrics_collector import open_sinks
 from vllm_dspark.integration.metrics_log import SummaryLog
-from vllm_dspark.integration.outcomes import OutcomeTotals, PendingOutcomes
+from vllm_dspark.integration.outcomes import (
+    OutcomeTotals,
+    PendingOutcomes,
+    StepReach,
+    token_counts,
+)
 from vllm_dspark.integration.report import StepOrder
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.cost import StepMode
@@ -48,17 +53,18 @@ def measure(requests: int, folder: Path) -> dict[str, float]:
     scheduled = {name: [0] * 4 for name in names}
     lists = [[0] * int(rng.integers(1, 6)) for _ in names]
     output = SimpleNamespace(scheduled_spec_decode_tokens=scheduled, num_invalid_spec_tokens=None)
-    ran = SimpleNamespace(
-        sampled_token_ids=lists, req_id_to_index={n: i for i, n in enumerate(names)}
-    )
+    ran = SimpleNamespace(sampled_token_ids=lists)
     plan = VerifyPlan(
         1, 0, requests, K, PlanKind.TRIM, Reason.TRIM_GAIN, 4, 8, True, (), 5.0, 3.0, 6.0, 3.0
     )
     order = StepOrder.of(1, plan, dict.fromkeys(names, K), 1)
-    counted = set(names)
+    order.num_scheduled = np.full(requests, 4, dtype=np.int32)
+    reached = StepReach(K)
 
     def outcomes() -> Any:
-        return PendingOutcomes(output, ran, order, K, bool).finish(counted, None)
+        counts = token_counts(ran)
+        pending = PendingOutcomes(output, ran, order, reached, counts, None, complete=True)
+        return pending.finish(None, None, stopped=False)
 
     totals = OutcomeTotals(K)
     table = RequestTable(K, requests, Calibration.identity(K), rank_by_posterior=True)

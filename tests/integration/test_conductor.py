@@ -5,8 +5,9 @@ import pytest
 
 from vllm_dspark.artifacts.freshness import Resolution
 from vllm_dspark.config import DSparkConfig
-from vllm_dspark.integration.conductor import Conductor, StepOutlook
+from vllm_dspark.integration.conductor import Conductor
 from vllm_dspark.integration.report import StepReport
+from vllm_dspark.integration.scheduled_step import StepOutlook
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.cost import StepMode
 from vllm_dspark.planning.table import RequestTable

@@ -14,10 +14,11 @@ from tests.support.pairs import Pair
 from tests.support.schedulers import MadeUpWorker, add_request, bare_scheduler
 from vllm_dspark.artifacts.freshness import Resolution
 from vllm_dspark.integration import exclusions, startup
-from vllm_dspark.integration.conductor import tenant_of
 from vllm_dspark.integration.report import order_of
+from vllm_dspark.integration.request_traits import tenant_of
 from vllm_dspark.planning.online import BOUND
 from vllm_dspark.planning.plan import PlanBox, PlanKind, Reason, request_digest
+from vllm_dspark.planning.posterior import INFLUENCE_BOUND
 
 pytestmark = pytest.mark.usefixtures("runner_choice")
 
@@ -395,10 +396,18 @@ class TestTenants:
         assert of("a", None) == of("a", "x") != of("b", None)
         assert of(None, "x") not in (of(None, "y"), of("x", None))
 
-    def run(self, pair: Pair, folder: Path, hostile_salts: Callable[[int], str | None]) -> Any:
+    def run(
+        self,
+        pair: Pair,
+        folder: Path,
+        hostile_salts: Callable[[int], str | None],
+        *,
+        num_bad: int = 5,
+        salted: bool = True,
+    ) -> Any:
         """3 honest users whose drafts are all accepted; a stream of 50 requests gets none.
 
-        The hostile requests are short, 5 at a time, so every one of them is new.
+        The hostile requests are short, `num_bad` at a time, so every one of them is new.
         """
         length = 10_000
         scheduler = bare_scheduler(
@@ -409,20 +418,22 @@ class TestTenants:
             hf_overrides={"max_position_embeddings": length},
         )
         for i in range(3):
-            add_request(scheduler, f"honest{i}", cache_salt=f"user{i}")
+            add_request(scheduler, f"honest{i}", cache_salt=f"user{i}" if salted else None)
 
         def accept(name: str, drafts: int) -> int:
             return drafts if name.startswith("honest") else 0
 
         worker = MadeUpWorker(scheduler, accept, confidence=0.8)
+        for _ in range(100):  # they have been there before
+            worker.step()
         sent = 0
         for _ in range(500):
             running = [r.request_id for r in scheduler.running]
-            for _ in range(5 - sum(name.startswith("bad") for name in running)):
+            for _ in range(num_bad - sum(name.startswith("bad") for name in running)):
                 add_request(scheduler, f"bad{sent}", max_tokens=50, cache_salt=hostile_salts(sent))
                 sent += 1
             worker.step()
-        assert sent >= 50
+        assert sent >= 10 * num_bad
         return scheduler.conductor.table
 
     def honest(self, table: Any) -> np.ndarray:
@@ -443,14 +454,29 @@ class TestTenants:
         # the head says 0.8, capped traffic 0.75: next to nothing to correct
         assert abs(table.online.calibration.greedy_offset[0]) < 0.5
 
-    def test_without_salts_what_it_can_do_is_bounded(self, pair: Pair, tmp_path: Path) -> None:
-        """A client that looks like many users is not told apart from many users.
+    def test_without_salts_a_stream_at_their_rate_moves_honest_requests_by_the_bound(
+        self, pair: Pair, tmp_path: Path
+    ) -> None:
+        """Catches shared learning that is a mean: it would go half of the way, from 1 to 0.5."""
+        alone, among = (
+            self.run(pair, tmp_path, lambda i: None, num_bad=num_bad, salted=False)
+            for num_bad in (0, 3)
+        )
+        first = [table.posterior.prior(False)[0] for table in (alone, among)]
+        assert first[0] - first[1] <= INFLUENCE_BOUND
+        moved = np.abs(self.honest(alone) - self.honest(among))
+        assert moved.max() <= INFLUENCE_BOUND
+        assert self.honest(among).min() > 0.8
 
-        It bends the shared rate of a position towards its share of the rows, and the calibration by
-        at most BOUND: speed at stake, never the output. Salts are what separates users.
+    def test_what_many_that_look_like_users_can_do_is_bounded(
+        self, pair: Pair, tmp_path: Path
+    ) -> None:
+        """More of them than of honest users are not told apart from many users.
+
+        They bend the shared rate of a position they reach, and the calibration by at most BOUND:
+        speed at stake, never the output.
         """
-        table = self.run(pair, tmp_path, lambda i: None)
-        assert table.posterior.prior(False)[0] < 0.6, "the stream did not reach what is shared"
+        table = self.run(pair, tmp_path, str)
         assert self.honest(table)[1:].min() > 0.9, "positions it never reached moved"
         offsets = np.array(table.online.calibration.greedy_offset)
         assert (np.abs(offsets) <= BOUND + 1e-6).all()

@@ -8,7 +8,7 @@ import pytest
 from vllm_dspark.errors import PlanError
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.plan import owner_id
-from vllm_dspark.planning.posterior import AcceptancePosterior
+from vllm_dspark.planning.posterior import INFLUENCE_BOUND, AcceptancePosterior
 from vllm_dspark.planning.table import NO_LIMIT, RequestTable
 
 K = 4
@@ -262,7 +262,7 @@ class TestPosterior:
         assert posterior.prior(False)[0] > 0.73
         uncapped = AcceptancePosterior(K, 100)  # KNOWN BAD: an identity per row
         self.feed(uncapped, rates, 400)
-        assert uncapped.prior(False)[0] < 0.3
+        assert uncapped.prior(False)[0] < 0.5
 
     def test_estimates_are_probabilities_whatever_happens(self):
         posterior = AcceptancePosterior(K, 2)
@@ -301,3 +301,77 @@ class TestPosterior:
         assert list(posterior.known(np.arange(3))) == [True, True, False]
         self.feed(posterior, [0.9, 0.9], 100)
         assert posterior.known(np.arange(3)) is None
+
+
+class TestHostileStream:
+    """Unsalted requests, so each is a tenant of its own: a client looks like many users."""
+
+    HONEST, BAD = 0.85, 0.0
+
+    def serve(self, rates, steps, *, lives=0, posterior=None, seed=0):
+        """Requests with these acceptance rates; every `lives` steps the bad ones are new ones."""
+        rng, n = np.random.default_rng(seed), len(rates)
+        posterior = posterior or AcceptancePosterior(K, n)
+        rates, tenants = np.asarray(rates), np.arange(n)
+        for step in range(steps):
+            if lives and step % lives == 0:
+                for slot in np.flatnonzero(rates == self.BAD):
+                    posterior.reset(slot)
+                tenants = np.where(rates == self.BAD, 1000 + n * step + np.arange(n), tenants)
+            rejected = rng.random((n, K)) >= rates[:, None]
+            accepted = np.where(rejected.any(1), rejected.argmax(1), K)
+            posterior.observe(
+                np.arange(n),
+                np.full(n, K),
+                accepted,
+                np.zeros(n, dtype=bool),
+                np.ones(n, dtype=bool),
+                tenants,
+            )
+        return posterior
+
+    @pytest.mark.parametrize("lives", [0, 5, 50], ids=["long", "short", "medium"])
+    @pytest.mark.parametrize("honest", [4, 16, 64])
+    def test_as_many_bad_as_honest_requests_move_estimates_by_the_bound(self, honest, lives):
+        """Catches a mean, which one client takes half of the way to wherever it likes."""
+        none = np.zeros(honest, dtype=bool)
+        alone = self.serve([self.HONEST] * honest, 2000)
+        among = self.serve([self.HONEST] * honest + [self.BAD] * honest, 2000, lives=lives)
+        moved = np.abs(alone.prior(False) - among.prior(False))
+        noise = 0.1 / np.sqrt(honest)  # of where honest requests alone would take it
+        assert moved.max() <= INFLUENCE_BOUND + noise
+        assert moved[1:].max() < 0.08, "positions that the stream never reaches"
+        estimates = [one.estimate(np.arange(honest), none) for one in (alone, among)]
+        assert np.abs(estimates[0] - estimates[1]).max() <= INFLUENCE_BOUND + noise
+        assert moved.max() < (self.HONEST - self.BAD) / 4, "half of what a mean would do"
+
+    @pytest.mark.parametrize("distance", [0.1, 0.2, 0.3, 0.45, 0.6])
+    def test_wherever_the_stream_pulls_to_it_gets_no_further(self, distance):
+        """Catches a pull that is strongest where it is least suspicious."""
+        bad = self.HONEST - distance
+        alone = self.serve([self.HONEST] * 32, 2000)
+        among = self.serve([self.HONEST] * 32 + [bad] * 32, 2000)
+        moved = np.abs(alone.prior(False) - among.prior(False))
+        assert moved.max() <= min(INFLUENCE_BOUND, distance) + 0.02
+
+    def test_from_a_stream_of_rejections_to_one_of_acceptances(self):
+        """Catches a bound on one side only."""
+        rates = np.where(np.arange(32) < 16, 0.4, 1.0)
+        alone, among = (
+            self.serve(rates[:16], 1500, posterior=AcceptancePosterior(K, 32)) for _ in range(2)
+        )
+        self.serve(rates, 2000, posterior=among, seed=1)
+        assert abs(alone.prior(False)[0] - among.prior(False)[0]) <= INFLUENCE_BOUND + 0.02
+
+    @pytest.mark.parametrize("after", [0.3, 0.97])
+    def test_a_shift_of_all_traffic_is_followed(self, after):
+        """Catches a bound that holds on to what once was."""
+        n = 16
+        posterior = self.serve([0.7] * n, 2000)
+        assert posterior.prior(False)[0] == pytest.approx(0.7, abs=0.05)
+        self.serve([after] * n, 2000, posterior=posterior, seed=1)
+        assert posterior.prior(False)[0] == pytest.approx(after, abs=0.06)
+
+    def test_requests_that_differ_honestly_teach_their_middle(self):
+        posterior = self.serve(np.linspace(0.6, 0.9, 16), 2000)
+        assert posterior.prior(False)[0] == pytest.approx(0.75, abs=0.05)

@@ -3,6 +3,7 @@
 Milliseconds instead of an engine's ten seconds, and the same in every run.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,15 +62,22 @@ def add_request(scheduler: Any, name: str, prompt: Sequence[int] = (10, 20, 30),
 
 
 class MadeUpWorker:
-    """Runs a scheduler's steps: accepts by `accept`, drafts what the scheduler output asks for."""
+    """Runs a scheduler's steps: accepts by `accept`, drafts what the scheduler output asks for.
 
-    def __init__(self, scheduler: Any, accept: Accept, confidence: float = 0.8) -> None:
+    lag: steps by which confidence rows come late; 0 on a CPU, at least 1 under async scheduling.
+    """
+
+    def __init__(
+        self, scheduler: Any, accept: Accept, confidence: float = 0.8, lag: int = 0
+    ) -> None:
         self.scheduler = scheduler
         self.width: int = scheduler.num_spec_tokens
         self.plans: list[VerifyPlan] = []
         self._accept = accept
         self._confidence = confidence
         self._owners: dict[str, int] = {}
+        none = (0, (), self.width)  # stamp, requests and columns of a pass
+        self._passes: deque[tuple[int, tuple[str, ...], int]] = deque([none] * lag, lag + 1)
 
     def step(self) -> Any:
         """One step; what was scheduled."""
@@ -94,7 +102,7 @@ class MadeUpWorker:
             tokens.append([] if chunk else [7] * (1 + self._accept(name, drafts)))
         index = {name: i for i, name in enumerate(ids)}
         ran = ModelRunnerOutput(req_ids=ids, req_id_to_index=index, sampled_token_ids=tokens)
-        if order is not None:
+        if order is not None and not order.at_rest:
             attach_report(ran, self._report(output, order, ids))
         return ran
 
@@ -121,13 +129,14 @@ class MadeUpWorker:
             1.0,
             order.draft_width,
         )
+        drafted = order.step_id if order.draft_next else 0
+        self._passes.append((drafted, tuple(ids), output.num_spec_tokens_to_schedule))
+        stamp, names, columns = self._passes[0]
         return StepReport(
-            order.step_id if order.draft_next else 0,
-            tuple(ids),
-            np.array([self._owners[name] for name in ids]),
-            np.full(
-                (len(ids), output.num_spec_tokens_to_schedule), self._confidence, dtype=np.float32
-            ),
+            stamp,
+            names,
+            np.array([self._owners[name] for name in names], dtype=np.int64),
+            np.full((len(names), columns), self._confidence, dtype=np.float32),
             (timing,),
             dict.fromkeys(ids, share) if on_device else None,
         )

@@ -6,8 +6,8 @@ tested with plain stand-ins. One conductor per engine, called by the scheduler a
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,15 @@ from vllm_dspark.integration.metrics_totals import RowTotals, StepTimes
 from vllm_dspark.integration.outcomes import StepOutcomes
 from vllm_dspark.integration.recording import PairRecorder
 from vllm_dspark.integration.report import StepOrder, StepReport
-from vllm_dspark.integration.resting import RestingBatch, off_rest
+from vllm_dspark.integration.request_traits import is_sampled, is_untouched, tenant_of
+from vllm_dspark.integration.resting import RestingSteps, off_rest
+from vllm_dspark.integration.scheduled_step import ScheduledStep, StepOutlook
 from vllm_dspark.planning.cost import CostTable, StepMode, StepTiming
 from vllm_dspark.planning.facts import StepFacts
 from vllm_dspark.planning.lookup import SlotLookup
 from vllm_dspark.planning.observed import ObservedCosts
 from vllm_dspark.planning.online_cost import CostModel
-from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan, owner_id
+from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan
 from vllm_dspark.planning.planner import Planner
 from vllm_dspark.planning.settle import settle
 from vllm_dspark.planning.survival import stamp_next
@@ -42,45 +44,9 @@ SlotArray = npt.NDArray[np.int64]
 # Of large steps one in so many corrects prices, as on CUDA one in so many of all is timed: the
 # correction is slow anyway, and in the engine core's time it is not free.
 _MANY_REQUESTS, _TIMED_PERIOD = 64, 4
-# A temperature below this is greedy for vLLM (vllm.sampling_params._SAMPLING_EPS).
-_GREEDY_BELOW = 1e-5
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutlook:
-    """What the scheduler knows of a step before it schedules it."""
-
-    mixed: bool  # prefill rows are expected in the step
-    num_waiting: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """What vLLM scheduled.
-
-    started: requests that enter (or re-enter) the batch; sampling_ids: requests whose step ends
-    with a draft pass, if there is one; ids: all requests; tokens: rows by request id, drafts: their
-    drafts.
-    """
-
-    started: Sequence[Any]
-    preempted: Iterable[str]
-    finished: Iterable[str]
-    sampling_ids: list[str]
-    ids: list[str]
-    tokens: Mapping[str, int]
-    num_tokens: int
-    drafts: Mapping[str, list[int]]
-
-    def tokens_as_ordered(self, request_ids: list[str], num_drafts: int) -> bool:
-        """Whether just these requests run, and with all of `num_drafts` drafts together.
-
-        Nobody has more than were left, so that the sum is right means that each count is.
-        """
-        return self.num_tokens == len(request_ids) + num_drafts and self.ids == request_ids
-
-
-class Conductor:
+class Conductor(RestingSteps):
     """Makes the plan of each step and keeps what plans are made from."""
 
     def __init__(
@@ -120,7 +86,6 @@ class Conductor:
         self._draft_stamp = np.zeros(1, dtype=np.int32)
         self._reserved = np.zeros(1, dtype=np.bool_)
         self._num_reserved = 0
-        self._resting: RestingBatch | None = None
         self._sampled: tuple[SlotArray, frozenset[str]] | None = None  # of the slots asked for
         self._windows: tuple[tuple[int, ...], IntArray] | None = None  # of a plan, less one
         self._num_timings = 0
@@ -192,7 +157,7 @@ class Conductor:
 
     def _sampled_among(self, drafting: Sequence[Any], slots: SlotArray) -> frozenset[str]:
         if self._sampled is None or self._sampled[0] is not slots:
-            found = frozenset(r.request_id for r in drafting if _is_sampled(r))
+            found = frozenset(r.request_id for r in drafting if is_sampled(r))
             self._sampled = (slots, found)
         return self._sampled[1]
 
@@ -211,89 +176,6 @@ class Conductor:
             elif left < width:
                 ceilings[request.request_id] = max(left, 0)
         return floors, ceilings
-
-    # ---- steps that nothing has to be done for
-
-    def rest(self, running: Sequence[Any], num_waiting: int, has_room: bool) -> StepOrder | None:
-        """The order of a step in which all running requests rest; None: call `order`.
-
-        has_room: what waits may be scheduled.
-        """
-        batch = self._resting
-        if batch is None:
-            return None
-        if (
-            batch.done == batch.steps
-            or batch.version != self.table.version
-            or batch.planner is not self.planner
-            or (num_waiting and has_room)
-            or running != batch.running
-        ):
-            self.wake()
-            return None
-        self.step_id = stamp_next(self.step_id)
-        return batch.order(self.step_id)
-
-    def rested(self, order: StepOrder, output: Any) -> bool:
-        """Whether the step of `rest` was scheduled as expected; if not, the rest is over.
-
-        output: vLLM's scheduler output. If not, go on with `disturbed` and `scheduled`.
-        """
-        batch = self._resting
-        if batch is None or not batch.was_scheduled(output):
-            self.wake()
-            return False
-        batch.advance(order.step_id)
-        return True
-
-    def disturbed(self, order: StepOrder, drafts: Mapping[str, list[int]]) -> StepOrder:
-        """The order of a step that was to rest and did not go as expected; then see `scheduled`."""
-        counts = [len(drafts.get(name, ())) for name in order.request_ids]
-        return replace(
-            order,
-            num_drafts=np.array(counts, dtype=np.int32),
-            num_scheduled=None,
-            at_rest=False,
-        )
-
-    def resting_batch(self) -> RestingBatch | None:
-        """The requests that rest, if they do."""
-        return self._resting
-
-    def settle_down(self, order: StepOrder, running: Sequence[Any], max_tokens: int) -> None:
-        """After a step: let its requests rest from the next one on, if nothing speaks against it.
-
-        max_tokens: rows that a step can have; with fewer than rest needs vLLM would cut drafts.
-        """
-        planner, plan = self.planner, order.plan
-        if self._recorder is not None or not order.draft_next or order.draft_width is not None:
-            return
-        steps = 0
-        if planner is None:
-            steps = off_rest(stamp_next(order.step_id)) - 1 if self.off_reason else 0
-        elif plan is not None and plan.kind is PlanKind.NATIVE:
-            steps = planner.rest_ahead
-        if steps <= 0 or order.num_scheduled is None:
-            return
-        slots = self._scheduled.of(order.request_ids).slots
-        remaining = self.table.remaining(slots)
-        version = self.table.version
-        batch = RestingBatch.begin(order, running, slots, remaining, version, planner, steps)
-        full = batch is not None and batch.width == self.table.num_positions
-        if batch is not None and full and batch.num_tokens <= max_tokens:
-            self._resting = batch
-
-    def wake(self) -> None:
-        """Make up for what was left out while requests rested."""
-        batch, self._resting = self._resting, None
-        if batch is None:
-            return
-        if batch.planner is not None:
-            batch.planner.repeated(batch.done)
-        self._draft_stamp[batch.slots] = batch.stamp
-        left = [self._remaining(request) for request in batch.running]
-        if batch.version == self.table.version:
-            self.table.set_remaining(batch.slots, np.array(left, dtype=np.int64))
 
     def _facts(self, outlook: StepOutlook) -> StepFacts:
         mode = StepMode.MIXED if outlook.mixed else self._mode
@@ -417,7 +299,7 @@ class Conductor:
         return left
 
     def _add(self, request: Any) -> None:
-        sampled, untouched = _is_sampled(request), is_untouched(request)
+        sampled, untouched = is_sampled(request), is_untouched(request)
         if self._recorder is not None:
             self._recorder.add_request(request.request_id, sampled=sampled, untouched=untouched)
         slot = self.table.add(
@@ -529,44 +411,3 @@ class Conductor:
             owners, rows = owners[found.known], rows[found.known]
         if found.slots.size:
             self.table.record_rows(found.slots, owners, report.stamp, rows)
-
-
-def tenant_of(request: Any) -> int | None:
-    """Whose influence on shared learning a request counts towards; None: its own.
-
-    vLLM knows no users. A cache salt, which separates users by design, or an adapter names one;
-    the request ids of one client have nothing in common that it could not make up.
-    """
-    if request.cache_salt:
-        return owner_id(f"salt:{request.cache_salt}")
-    if request.lora_request is not None:
-        return owner_id(f"lora:{request.lora_request.lora_name}")
-    return None
-
-
-def _is_sampled(request: Any) -> bool:
-    params = request.sampling_params
-    return params is not None and params.temperature >= _GREEDY_BELOW
-
-
-def is_untouched(request: Any) -> bool:
-    """Whether nothing but temperature and truncation alters the request's target distribution.
-
-    Only such requests may teach the calibration: others accept what their rules let through.
-    """
-    params = request.sampling_params
-    if params is None or request.use_structured_output:
-        return False
-    neutral = (
-        params.presence_penalty == 0.0
-        and params.frequency_penalty == 0.0
-        and params.repetition_penalty == 1.0
-    )
-    rules = (
-        params.bad_words,
-        params.logit_bias,
-        params.allowed_token_ids,
-        params.min_tokens,
-        params.extra_args,
-    )
-    return neutral and not any(rules)

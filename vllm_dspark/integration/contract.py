@@ -201,8 +201,20 @@ CONTRACT: tuple[Symbol, ...] = (
     ),
     Symbol("v1/outputs.py", "DraftTokenIds", fields=("req_ids", "draft_token_ids")),
     Symbol(
-        "v1/core/sched/scheduler.py", "Scheduler", fields=("running", "requests", "num_spec_tokens")
+        "v1/core/sched/scheduler.py",
+        "Scheduler",
+        fields=(
+            "running",
+            "waiting",
+            "requests",
+            "num_spec_tokens",
+            "max_num_scheduled_tokens",
+            "finished_req_ids",
+        ),
     ),
+    Symbol("v1/core/sched/scheduler.py", "Scheduler.finish_requests"),
+    Symbol("v1/engine/__init__.py", "EngineCoreOutput", fields=("request_id", "new_token_ids")),
+    Symbol("v1/engine/__init__.py", "EngineCoreOutputs", fields=("outputs",)),
     Symbol("v1/core/sched/async_scheduler.py", "AsyncScheduler", bases=("Scheduler",)),
     Symbol(
         "v1/core/sched/output.py",

@@ -10,7 +10,7 @@ Nobody looks whether a request still has its drafts, so rest is only begun while
 tokens; vLLM would then cut them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_dspark.integration.report import StepOrder
-from vllm_dspark.planning.plan import VerifyPlan
+from vllm_dspark.planning.lookup import SlotLookup
+from vllm_dspark.planning.plan import PlanKind, VerifyPlan
 from vllm_dspark.planning.planner import Planner
+from vllm_dspark.planning.survival import stamp_next
+from vllm_dspark.planning.table import RequestTable
 
 IntArray = npt.NDArray[np.integer]
 SlotArray = npt.NDArray[np.int64]
@@ -128,6 +131,107 @@ class RestingBatch:
         """A step of it was scheduled, which drafts again."""
         self.stamp = step_id
         self.done += 1
+
+
+class RestingSteps:
+    """The conductor's part of it; it has what is declared here."""
+
+    step_id: int
+    table: RequestTable
+    planner: Planner | None
+    _recorder: Any
+    _draft_stamp: npt.NDArray[np.int32]  # by slot
+    _scheduled: SlotLookup
+    _resting: RestingBatch | None = None
+
+    @property
+    def off_reason(self) -> str:
+        """Why nothing is scheduled in this engine."""
+        raise NotImplementedError
+
+    def _remaining(self, request: Any) -> int:
+        raise NotImplementedError
+
+    def rest(self, running: Sequence[Any], num_waiting: int, has_room: bool) -> StepOrder | None:
+        """The order of a step in which all running requests rest; None: call `order`.
+
+        has_room: what waits may be scheduled.
+        """
+        batch = self._resting
+        if batch is None:
+            return None
+        if (
+            batch.done == batch.steps
+            or batch.version != self.table.version
+            or batch.planner is not self.planner
+            or (num_waiting and has_room)
+            or running != batch.running
+        ):
+            self.wake()
+            return None
+        self.step_id = stamp_next(self.step_id)
+        return batch.order(self.step_id)
+
+    def rested(self, order: StepOrder, output: Any) -> bool:
+        """Whether the step of `rest` was scheduled as expected; if not, the rest is over.
+
+        output: vLLM's scheduler output. If not, go on with `disturbed` and `scheduled`.
+        """
+        batch = self._resting
+        if batch is None or not batch.was_scheduled(output):
+            self.wake()
+            return False
+        batch.advance(order.step_id)
+        return True
+
+    def disturbed(self, order: StepOrder, drafts: Mapping[str, list[int]]) -> StepOrder:
+        """The order of a step that was to rest and did not go as expected; then see `scheduled`."""
+        counts = [len(drafts.get(name, ())) for name in order.request_ids]
+        return replace(
+            order,
+            num_drafts=np.array(counts, dtype=np.int32),
+            num_scheduled=None,
+            at_rest=False,
+        )
+
+    def resting_batch(self) -> RestingBatch | None:
+        """The requests that rest, if they do."""
+        return self._resting
+
+    def settle_down(self, order: StepOrder, running: Sequence[Any], max_tokens: int) -> None:
+        """After a step: let its requests rest from the next one on, if nothing speaks against it.
+
+        max_tokens: rows that a step can have; with fewer than rest needs vLLM would cut drafts.
+        """
+        planner, plan = self.planner, order.plan
+        if self._recorder is not None or not order.draft_next or order.draft_width is not None:
+            return
+        steps = 0
+        if planner is None:
+            steps = off_rest(stamp_next(order.step_id)) - 1 if self.off_reason else 0
+        elif plan is not None and plan.kind is PlanKind.NATIVE:
+            steps = planner.rest_ahead
+        if steps <= 0 or order.num_scheduled is None:
+            return
+        slots = self._scheduled.of(order.request_ids).slots
+        remaining = self.table.remaining(slots)
+        version = self.table.version
+        batch = RestingBatch.begin(order, running, slots, remaining, version, planner, steps)
+        full = batch is not None and batch.width == self.table.num_positions
+        if batch is not None and full and batch.num_tokens <= max_tokens:
+            self._resting = batch
+
+    def wake(self) -> None:
+        """Make up for what was left out while requests rested."""
+        batch, self._resting = self._resting, None
+        if batch is None:
+            return
+        if batch.planner is not None:
+            batch.planner.repeated(batch.done)
+        self._draft_stamp[batch.slots] = batch.stamp
+        left = [self._remaining(request) for request in batch.running]
+        if batch.version == self.table.version:
+            self.table.set_remaining(batch.slots, np.array(left, dtype=np.int64))
 
 
 def accepted_by_position(num_sampled: bytes, num_positions: int) -> list[int]:

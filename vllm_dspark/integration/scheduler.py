@@ -8,7 +8,7 @@ import numpy as np
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.batches import Drafting, DraftingLookup, WorkerOrder
 from vllm_dspark.integration.carrier import options_of
-from vllm_dspark.integration.conductor import Conductor, ScheduledStep, StepOutlook
+from vllm_dspark.integration.conductor import Conductor
 from vllm_dspark.integration.draft_width import narrow_refusal
 from vllm_dspark.integration.exclusions import undeclared_processors
 from vllm_dspark.integration.metrics import EngineMetrics
@@ -22,6 +22,7 @@ from vllm_dspark.integration.outcomes import (
 from vllm_dspark.integration.pipeline import PipelineSchedulerMixin
 from vllm_dspark.integration.report import StepOrder, attach_order, order_of, report_of
 from vllm_dspark.integration.resting import accepted_by_position
+from vllm_dspark.integration.scheduled_step import ScheduledStep, StepOutlook
 from vllm_dspark.integration.startup import (
     require_schedulable,
     require_servable,

@@ -19,6 +19,27 @@ counts as M_r = lambda K further trials with L_r = lambda sum_k (c_k - p_qk): a 
 opinion about the text's current difficulty. Everything here is about drafts already
 verified, hence independent of the drafts the plan will admit, as long as redrafted
 positions get fresh noise (DESIGN.md, trap 2).
+
+No request may teach everybody whatever it likes. The prior is no mean, which one
+client could take anywhere with enough requests, but a robust location: every observed
+draft of request r moves p_k by
+
+    w_r psi(m_rk) / T_k,    m_rk = (S_rk - N_rk p_k) / (N_rk + PRUDENCE)
+    psi(m) = m  if |m| <= CLIP,  else  sign(m) CLIP (CLIP / |m|)^(1/2)
+
+with S_rk and N_rk the accepted and observed drafts of that request at that position,
+w_r the cap of its tenant (influence.py) and T_k the discounted number of all drafts
+that taught. What all requests agree on is followed in full, the slower the further it
+is. Requests that disagree pull by at most CLIP each, and by less the further they are
+off; so where at most half of what is observed at a position is hostile, whatever it
+claims to be, honest requests known for long hold a p_k that is theirs within
+
+    INFLUENCE_BOUND = CLIP (1 + PRUDENCE (1 - keep))
+
+of where it would be without (noise of the honest ones aside), and with it everything
+estimated for them; a mean would go half of the way to where the hostile ones are. A
+hostile majority cannot be told from a change of all traffic, and is followed; nor can
+half of the traffic that was there from the start, when nothing was known.
 """
 
 import numpy as np
@@ -44,6 +65,9 @@ _LEAST_SHRINKAGE, _MOST_SHRINKAGE = 3.0, 200.0
 _SHRINKAGE_RATE = 0.02  # per refresh
 _SEASONED = 12.0  # trials from which on a request's residual says something about spread
 _ROW_WEIGHT = 0.15  # lambda: trials that one confidence is worth
+_CLIP = 0.15  # pull of one observed draft at most; below it requests differ honestly
+_PRUDENCE = 8.0  # drafts of a request that weigh as much as knowing nothing about it
+INFLUENCE_BOUND = _CLIP * (1.0 + _PRUDENCE * (1.0 - _KEEP_REQUEST))  # of requests known for long
 _LOWEST, _HIGHEST = np.float32(0.02), np.float32(0.995)
 
 
@@ -53,9 +77,8 @@ class AcceptancePosterior:
     def __init__(self, num_positions: int, num_slots: int) -> None:
         self._positions = np.arange(num_positions, dtype=np.int32)[:, None]
         self._trials = np.full((2, num_positions), _START_TRIALS)
-        self._accepted = self._trials * _START_RATE
-        self._seen = np.zeros(2 * (num_positions + 1))
-        self._hits = np.zeros(2 * (num_positions + 1))
+        self._rate = np.full((2, num_positions), _START_RATE)
+        self._seen, self._pull = np.zeros((2, num_positions)), np.zeros((2, num_positions))
         self._until_refresh = _REFRESH
         self._shrinkage = _SHRINKAGE
         self._between = self._within = 0.0  # running sigma^2 and v, kappa = v / sigma^2
@@ -63,6 +86,7 @@ class AcceptancePosterior:
         self._cap = InfluenceCap()
         self._residual: FloatArray = np.zeros(num_slots, dtype=np.float32)  # by slot: S - E
         self._count: FloatArray = np.zeros(num_slots, dtype=np.float32)  # by slot: N
+        self._own = np.zeros((2, num_positions, num_slots))  # N and S by position and slot
         self._num_steps = 0
         self.num_observed = 0  # drafts that ever taught the shared priors
 
@@ -71,9 +95,11 @@ class AcceptancePosterior:
         blank = np.zeros(num_slots - self._count.size, dtype=np.float32)
         self._residual = np.append(self._residual, blank)
         self._count = np.append(self._count, blank)
+        self._own = np.pad(self._own, ((0, 0), (0, 0), (0, blank.size)))
 
     def reset(self, slot: int) -> None:
         """Forget a slot's request."""
+        self._own[:, :, slot] = 0.0
         self._residual[slot] = self._count[slot] = 0.0
 
     def prior(self, sampled: bool) -> FloatArray:
@@ -152,7 +178,7 @@ class AcceptancePosterior:
         if num_shared:
             self.num_observed += num_shared
             weight = self._cap.weights(tenant, shared > 0)
-            self._teach_shared(weight, reached, group + accepted)
+            self._teach_shared(slots, shared, accepted, sampled, weight)
             if self._until_refresh == _REFRESH:
                 self._learn_shrinkage(residual, count, weight)
 
@@ -179,26 +205,51 @@ class AcceptancePosterior:
         kappa = self._within / max(self._between, floor, 1e-9)
         self._shrinkage = max(_LEAST_SHRINKAGE, kappa)
 
-    def _teach_shared(self, weight: FloatArray, reached: IntArray, accepted: IntArray) -> None:
-        """Add weighted outcomes to the histograms over (class, drafts observed or accepted)."""
-        size = self._seen.size
-        self._seen += np.bincount(reached, weight, size)
-        self._hits += np.bincount(accepted, weight, size)
+    def _teach_shared(
+        self,
+        slots: IntArray,
+        observed: IntArray,  # [m] drafts; 0 of requests that do not teach
+        accepted: IntArray,
+        sampled: BoolArray,
+        weight: FloatArray,
+    ) -> None:
+        """Let every observed draft pull at the prior of its position (see above)."""
+        reached = (self._positions < observed).astype(np.float64)  # [K, m]
+        own = self._own[:, :, slots]
+        if np.count_nonzero(observed) < observed.size:
+            own *= np.where(observed > 0, _KEEP_REQUEST, 1.0)
+        else:
+            own *= _KEEP_REQUEST
+        own[0] += reached
+        own[1] += reached * (self._positions < accepted)
+        self._own[:, :, slots] = own
+        known, hits = own
+        gap = hits - known * self._class_prior(sampled)
+        gap /= known + _PRUDENCE
+        gap *= reached
+        beyond = np.maximum(np.abs(gap), _CLIP)
+        np.clip(gap, -_CLIP, _CLIP, out=gap)
+        gap *= np.sqrt(_CLIP / beyond)
+        num_sampled = np.count_nonzero(sampled)
+        for group in (0, 1):
+            size = num_sampled if group else sampled.size - num_sampled
+            if size == 0:
+                continue
+            share = weight.astype(np.float64)
+            if size < sampled.size:
+                share *= sampled == bool(group)
+            self._seen[group] += reached @ share
+            self._pull[group] += gap @ share
         self._until_refresh -= 1
         if self._until_refresh <= 0:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Fold the histograms into the priors: summed from the far end, they count positions."""
+        """Move the priors."""
         self._until_refresh = _REFRESH
-        trials, accepted = (
-            np.cumsum(histogram.reshape(2, -1)[:, :0:-1], axis=1)[:, ::-1]
-            for histogram in (self._seen, self._hits)
-        )
-        keep = np.exp(-_FORGET_SHARED * trials)
-        self._trials = keep * self._trials + trials
-        self._accepted = keep * self._accepted + accepted
-        self._seen[:] = self._hits[:] = 0.0
+        self._trials = np.exp(-_FORGET_SHARED * self._seen) * self._trials + self._seen
+        self._rate = np.clip(self._rate + self._pull / self._trials, 0.0, 1.0)
+        self._seen[:] = self._pull[:] = 0.0
         self._set_prior()
 
     def _class_prior(self, sampled: BoolArray) -> FloatArray:
@@ -210,7 +261,7 @@ class AcceptancePosterior:
         return np.where(sampled, self._prior[1][:, None], self._prior[0][:, None])
 
     def _set_prior(self) -> None:
-        self._prior: FloatArray = (self._accepted / self._trials).astype(np.float32)
+        self._prior: FloatArray = self._rate.astype(np.float32)
         expected = np.zeros((2, len(self._positions) + 1), dtype=np.float32)
         np.cumsum(self._prior, axis=1, out=expected[:, 1:])
         self._expected = expected.ravel()  # P_j of class q at q (K + 1) + j

@@ -207,19 +207,19 @@ def _learner(replicas: int, slots: int, calibration: Calibration) -> state.Learn
         own=np.zeros((d, 2, s), dtype=np.float32),
         row=np.zeros((d, s, k), dtype=np.float32),
         shared=np.zeros((d, state.NUM_SHARED, 2, k)),
-        histogram=np.zeros((d, 2, 2, k + 1)),
+        taught=np.zeros((d, 2, k, s)),
+        sums=np.zeros((d, 2, 2, k)),
         prior=np.zeros((d, 2, k), dtype=np.float32),
         expected=np.zeros((d, 2, k + 1), dtype=np.float32),
         temper=np.zeros((d, 2, 2, k), dtype=np.float32),
         scalars=np.zeros((d, state.NUM_LEARNER_SCALARS)),
-        cap_rows=np.zeros((d, 2, state.BUCKETS)),
+        cap_rows=np.zeros((d, 6, state.BUCKETS)),
         cap_weight=np.ones((d, 2, state.BUCKETS), dtype=np.float32),
     )
-    trials = posterior._START_TRIALS
-    learner.shared[:, state.P_TRIALS] = trials
-    learner.shared[:, state.P_ACCEPTED] = trials * posterior._START_RATE
+    learner.shared[:, state.P_TRIALS] = posterior._START_TRIALS
+    learner.shared[:, state.P_RATE] = posterior._START_RATE
     learner.shared[:, state.P_OFFSET] = learner.shared[:, state.P_START] = offset
-    learner.prior[:] = np.float32(trials * posterior._START_RATE / trials)
+    learner.prior[:] = np.float32(posterior._START_RATE)
     np.cumsum(learner.prior, axis=2, out=learner.expected[:, :, 1:])
     learner.temper[:, state.SLOPE] = -slope.astype(np.float32)
     learner.temper[:, state.BIAS] = -offset.astype(np.float32)

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from vllm_dspark.planning import online, posterior
+from vllm_dspark.planning import influence, online, posterior
 from vllm_dspark.planning import table as request_table
 from vllm_dspark.simulation.core.jit import inner
 from vllm_dspark.simulation.core.state import (
@@ -21,6 +21,7 @@ from vllm_dspark.simulation.core.state import (
     DUE,
     HITS,
     IDENTITY,
+    KNOWN,
     L_ACCEPTED,
     L_ADMITTED,
     L_OUTCOME,
@@ -32,11 +33,12 @@ from vllm_dspark.simulation.core.state import (
     NUM_OBSERVES,
     OBSERVED,
     OUTCOMES,
-    P_ACCEPTED,
     P_OFFSET,
+    P_RATE,
     P_START,
     P_SUMS,
     P_TRIALS,
+    PULL,
     RESIDUAL,
     SEEN,
     SHRINKAGE,
@@ -60,7 +62,9 @@ _LUCK = np.float32(1.0 + posterior._KEEP_REQUEST)
 _SHARED_ROWS = posterior._SHARED_ROWS
 _LEARN_PERIOD, _LEARN_ROWS = request_table._LEARN_PERIOD, request_table._LEARN_ROWS
 _BOUND, _STEP, _ENOUGH, _RIDGE = online.BOUND, online._STEP, online._ENOUGH, online._RIDGE
-_CAP_REFRESH, _CAP_KEEP = 16, 0.9
+_CAP_REFRESH, _CAP_KEEP, _LOUD = influence._REFRESH, influence._KEEP, influence._LOUD
+_KEEP_TAUGHT = posterior._KEEP_REQUEST
+_CLIP, _PRUDENCE = posterior._CLIP, posterior._PRUDENCE
 _EDGE = np.float32(1e-6)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _MAX_ROW_AGE = 4
@@ -76,6 +80,7 @@ def add(x: Learner, d: int, slot: int, owner: int, sampled: bool, limit: int):
     x.slot[d, L_REMAINING, slot] = limit
     x.slot[d, L_SAMPLED, slot] = sampled
     x.own[d, RESIDUAL, slot] = x.own[d, TRIALS, slot] = _ZERO
+    x.taught[d, :, :, slot] = 0.0
 
 
 @inner
@@ -94,25 +99,41 @@ def calibrate(x: Learner, d: int, group: int, k: int, confidence):
 
 @inner
 def _cap_count(x: Learner, d: int, which: int, owner: int):
-    x.cap_rows[d, which, owner % BUCKETS] += 1.0
+    x.cap_rows[d, 4 + which, owner % BUCKETS] += 1.0
 
 
 @inner
 def _cap_close(x: Learner, d: int, which: int):
     """After all rows of a call were counted: refresh the weights when it is time."""
+    rows, steps, new = x.cap_rows[d, which], x.cap_rows[d, 2 + which], x.cap_rows[d, 4 + which]
+    for j in range(BUCKETS):
+        if new[j] > 0.0:
+            rows[j] += new[j]
+            steps[j] += 1.0
+            new[j] = 0.0
     x.scalars[d, CAP_UNTIL + which] -= 1
     if x.scalars[d, CAP_UNTIL + which] > 0:
         return
     x.scalars[d, CAP_UNTIL + which] = _CAP_REFRESH
-    rows, weights = x.cap_rows[d, which], x.cap_weight[d, which]
-    seen = rows[rows >= 1.0]
-    if seen.size:
-        seen.sort()
-        limit = seen[(seen.size - 1) // 2]
+    weights = x.cap_weight[d, which]
+    at_once = rows / np.maximum(steps, 1e-9)
+    seen = rows >= 1.0
+    if seen.any():
+        usual, total = _lower_median(at_once[seen]), _lower_median(rows[seen])
         for j in range(BUCKETS):
-            weights[j] = np.float32(limit / max(rows[j], limit))
+            ratio = usual / max(at_once[j], usual)
+            if at_once[j] > _LOUD * usual:
+                ratio = min(ratio, total / max(rows[j], total))
+            weights[j] = np.float32(ratio)
     for j in range(BUCKETS):
         rows[j] *= _CAP_KEEP
+        steps[j] *= _CAP_KEEP
+
+
+@inner
+def _lower_median(values) -> float:
+    values.sort()
+    return values[(values.size - 1) // 2]
 
 
 # ---- outcomes
@@ -170,14 +191,7 @@ def _observe(x: Learner, d: int, slots, n: int, admitted, accepted):
             _cap_count(x, d, _POSTERIOR, x.slot[d, L_OWNER, slots[i]])
     x.scalars[d, OBSERVED] += num_shared
     _cap_close(x, d, _POSTERIOR)
-    for i in range(n):
-        slot, group = slots[i], int(x.slot[d, L_SAMPLED, slots[i]])
-        trials = min(admitted[i], accepted[i] + 1)
-        weight = _ZERO
-        if trials > 0:
-            weight = x.cap_weight[d, _POSTERIOR, x.slot[d, L_OWNER, slot] % BUCKETS]
-        x.histogram[d, SEEN, group, trials] += weight
-        x.histogram[d, HITS, group, accepted[i]] += weight
+    _teach_shared(x, d, slots, n, admitted, accepted)
     x.scalars[d, UNTIL_REFRESH] -= 1
     if x.scalars[d, UNTIL_REFRESH] <= 0:
         _refresh_prior(x, d)
@@ -185,20 +199,44 @@ def _observe(x: Learner, d: int, slots, n: int, admitted, accepted):
 
 
 @inner
+def _teach_shared(x: Learner, d: int, slots, n: int, admitted, accepted):
+    """AcceptancePosterior._teach_shared."""
+    known, hits, sums = x.taught[d, KNOWN], x.taught[d, HITS], x.sums[d]
+    for i in range(n):
+        slot = slots[i]
+        observed = min(admitted[i], accepted[i] + 1)
+        if observed == 0:
+            continue
+        group = int(x.slot[d, L_SAMPLED, slot])
+        weight = np.float64(x.cap_weight[d, _POSTERIOR, x.slot[d, L_OWNER, slot] % BUCKETS])
+        for k in range(x.prior.shape[2]):
+            known[k, slot] *= _KEEP_TAUGHT
+            hits[k, slot] *= _KEEP_TAUGHT
+            if k >= observed:
+                continue
+            known[k, slot] += 1.0
+            if k < accepted[i]:
+                hits[k, slot] += 1.0
+            gap = hits[k, slot] - known[k, slot] * np.float64(x.prior[d, group, k])
+            gap /= known[k, slot] + _PRUDENCE
+            size = max(abs(gap), _CLIP)
+            gap = min(max(gap, -_CLIP), _CLIP) * math.sqrt(_CLIP / size)
+            sums[SEEN, group, k] += weight
+            sums[PULL, group, k] += weight * gap
+
+
+@inner
 def _refresh_prior(x: Learner, d: int):
-    """Fold the histograms into the priors."""
+    """AcceptancePosterior._refresh."""
     x.scalars[d, UNTIL_REFRESH] = _REFRESH
-    width = x.prior.shape[2]
     for group in range(2):
-        trials = hits = 0.0
-        for k in range(width - 1, -1, -1):
-            trials += x.histogram[d, SEEN, group, k + 1]
-            hits += x.histogram[d, HITS, group, k + 1]
-            keep = math.exp(-_FORGET * trials)
-            x.shared[d, P_TRIALS, group, k] = keep * x.shared[d, P_TRIALS, group, k] + trials
-            x.shared[d, P_ACCEPTED, group, k] = keep * x.shared[d, P_ACCEPTED, group, k] + hits
-        for k in range(width + 1):
-            x.histogram[d, SEEN, group, k] = x.histogram[d, HITS, group, k] = 0.0
+        for k in range(x.prior.shape[2]):
+            seen = x.sums[d, SEEN, group, k]
+            trials = math.exp(-_FORGET * seen) * x.shared[d, P_TRIALS, group, k] + seen
+            rate = x.shared[d, P_RATE, group, k] + x.sums[d, PULL, group, k] / trials
+            x.shared[d, P_TRIALS, group, k] = trials
+            x.shared[d, P_RATE, group, k] = min(max(rate, 0.0), 1.0)
+            x.sums[d, SEEN, group, k] = x.sums[d, PULL, group, k] = 0.0
     set_prior(x, d)
 
 
@@ -208,7 +246,7 @@ def set_prior(x: Learner, d: int):
     for group in range(2):
         total = _ZERO
         for k in range(x.prior.shape[2]):
-            share = np.float32(x.shared[d, P_ACCEPTED, group, k] / x.shared[d, P_TRIALS, group, k])
+            share = np.float32(x.shared[d, P_RATE, group, k])
             x.prior[d, group, k] = share
             total = np.float32(total + share)
             x.expected[d, group, k + 1] = total

@@ -89,11 +89,12 @@ NUM_TOTALS = 15
     L_REMAINING,
     L_SAMPLED,
 ) = range(8)
-# Rows of Learner.own, of Learner.shared (P_SUMS: three), .histogram, .temper.
+# Rows of Learner.own, of Learner.shared (P_SUMS: three), .taught, .sums, .temper.
 RESIDUAL, TRIALS = range(2)
-P_TRIALS, P_ACCEPTED, P_OFFSET, P_START, P_SUMS = range(5)
+P_TRIALS, P_RATE, P_OFFSET, P_START, P_SUMS = range(5)
 NUM_SHARED = 7
-SEEN, HITS = range(2)
+KNOWN, HITS = range(2)
+SEEN, PULL = range(2)
 SLOPE, BIAS = range(2)
 # Columns of Learner.scalars (CAP_UNTIL: two).
 UNTIL_REFRESH, SHRINKAGE, BETWEEN, WITHIN, OBSERVED, OUTCOMES, IDENTITY, DUE, NUM_OBSERVES = range(
@@ -196,12 +197,14 @@ class Learner(NamedTuple):
     own: Array  # [D, 2, S] float32
     row: Array  # [D, S, K] float32
     shared: Array  # [D, NUM_SHARED, 2, K] float64
-    histogram: Array  # [D, 2, 2, K + 1] float64
+    taught: Array  # [D, 2, K, S] float64: drafts of a request that taught, and accepted ones
+    sums: Array  # [D, 2, 2, K] float64, since the priors last moved
     prior: Array  # [D, 2, K] float32
     expected: Array  # [D, 2, K + 1] float32
     temper: Array  # [D, 2, 2, K] float32: -1 / temperature, -offset
     scalars: Array  # [D, NUM_LEARNER_SCALARS] float64
-    cap_rows: Array  # [D, 2, BUCKETS] float64: of the posterior, of the calibration
+    # Of the posterior, of the calibration: rows, steps with rows, rows of this call.
+    cap_rows: Array  # [D, 6, BUCKETS] float64
     cap_weight: Array  # [D, 2, BUCKETS] float32
 
 
