@@ -107,6 +107,7 @@ class Conductor:
         self._resolution = resolution
         self._options = options
         self.device_windows = device_windows
+        self.may_rest = True  # not where steps of different requests take turns (pipeline.py)
         self._mode = mode  # of ragged steps
         self._native_mode = mode if native_mode is None else native_mode
         self._observed = ObservedCosts(mode, table.num_positions)  # where measuring was refused
@@ -252,7 +253,7 @@ class Conductor:
         max_tokens: rows that a step can have; with fewer than rest needs vLLM would cut drafts.
         """
         planner, plan = self.planner, order.plan
-        if self._recorder is not None or not order.draft_next:
+        if self._recorder is not None or not order.draft_next or not self.may_rest:
             return
         steps = 0
         if planner is None:

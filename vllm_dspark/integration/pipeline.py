@@ -58,10 +58,12 @@ class PipelineSchedulerMixin:
     waiting: Any
     requests: dict[str, Any]
     max_num_running_reqs: int
+    conductor: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._early_drafts = EarlyDrafts()
+        self.conductor.may_rest = False  # rest expects every step to hold all running requests
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """vLLM's, for drafts of requests whose last token has arrived."""
