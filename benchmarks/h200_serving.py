@@ -57,6 +57,9 @@ def read_run(name: str, folder: Path) -> Run:
     if whole.exists():
         saved = json.loads(whole.read_text())
         made |= {key: saved[key] for key in ("settings", "conditions")}
+        for facts in (made["conditions"].get("engines") or {}).values():
+            if "error" in facts:  # the rest is the end of a log, with paths of that machine
+                facts["error"] = facts["error"].split(";")[0].splitlines()[0]
     command = folder / "command.txt"
     return Run(name, made, command.read_text().strip() if command.exists() else "")
 
@@ -134,6 +137,10 @@ def _section(run: Run, stem: str, folder: Path) -> str:
             report.markdown(*drafts),
         ]
     parts += ["Latency:", report.markdown(*report.latency_table(run.report))]
+    engines = _engines(run.report)
+    if engines:
+        parts += ["Engines (memory: what torch reserved when they were up, fixed caches included):"]
+        parts += [engines]
     left_out = _left_out(run.report)
     if left_out:
         parts.append(f"Left out: {left_out}.")
@@ -157,13 +164,22 @@ def _against_adaptive(rows: Sequence[Mapping[str, Any]]) -> str:
     return report.markdown(("workload", "T", "requests", "ratio", "95 %"), lines) if lines else ""
 
 
+def _engines(found: Mapping[str, Any]) -> str:
+    """Start-up time and memory, where the run wrote them down."""
+    engines = (found.get("conditions") or {}).get("engines") or {}
+    lines = [
+        [name, f"{facts['start_s']:.0f}", f"{facts['gpu_gib']:.2f}" if "gpu_gib" in facts else ""]
+        for name, facts in engines.items()
+        if "start_s" in facts
+    ]
+    return report.markdown(("mode", "start, s", "GiB"), lines) if lines else ""
+
+
 def _left_out(found: Mapping[str, Any]) -> str:
     """Modes that failed, with the first line of why."""
     engines = (found.get("conditions") or {}).get("engines") or {}
     return "; ".join(
-        f"{name} ({facts['error'].splitlines()[0]})"
-        for name, facts in engines.items()
-        if "error" in facts
+        f"{name} ({facts['error']})" for name, facts in engines.items() if "error" in facts
     )
 
 

@@ -44,6 +44,18 @@ def test_stock_modes_on_cuda_run_without_the_plugin(name: str) -> None:
     assert "dspark" not in arguments.get("speculative_config", {})
 
 
+@pytest.mark.parametrize("name", ["off", "fixed3", "adaptive", "ours"])
+def test_engines_on_one_gpu_do_not_ask_for_all_of_it(name: str) -> None:
+    """Catches a second engine that vLLM refuses because the first one holds memory."""
+    assert of(name, is_cpu=False)[1]["gpu_memory_utilization"] <= 0.1
+    chosen = launch(
+        Mode.parse(name), PairSpec("t", "d", engine={"gpu_memory_utilization": 0.5}), is_cpu=False
+    )
+    assert chosen.arguments["gpu_memory_utilization"] == 0.5
+    unbounded = launch(Mode.parse(name), PairSpec("t", "d", kv_cache_bytes=None), is_cpu=False)
+    assert "gpu_memory_utilization" not in unbounded.arguments
+
+
 def test_fixed_on_a_cpu_is_the_plugin_without_scheduling() -> None:
     """Catches fixed settings that schedule, or depend on ours' artifacts."""
     for is_cpu, name in ((True, "fixed3"), (False, "plugin3")):
@@ -52,6 +64,12 @@ def test_fixed_on_a_cpu_is_the_plugin_without_scheduling() -> None:
         config = arguments["speculative_config"]
         assert config["num_speculative_tokens"] == 3
         assert config["dspark"] == {"hysteresis_steps": 2, "scheduling": False}
+
+
+def test_ours_full_differs_by_its_draft_width_alone() -> None:
+    """Catches a comparison of narrow passes with something else than the same engine without."""
+    ours, full = (of(name, is_cpu=True)[1]["speculative_config"] for name in ("ours", "ours-full"))
+    assert full == {**ours, "dspark": {**ours["dspark"], "draft_width": "full"}}
 
 
 def test_ours_and_adaptive_have_the_full_width() -> None:

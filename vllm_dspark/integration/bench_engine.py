@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from prometheus_client import REGISTRY
 
 from vllm_dspark.errors import DSparkError
@@ -144,6 +145,8 @@ class DrivenEngine:
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "scheduler": str(config.scheduler_config.scheduler_cls),
         }
+        if torch.cuda.is_initialized():  # else there is no GPU, or it is another process's
+            facts["gpu_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 3)
         return facts
 
     def shutdown(self) -> None:

@@ -25,13 +25,14 @@ from vllm_dspark.integration.report import StepOrder, StepReport
 from vllm_dspark.integration.resting import RestingBatch, off_rest
 from vllm_dspark.planning.cost import CostTable, StepMode, StepTiming
 from vllm_dspark.planning.facts import StepFacts
+from vllm_dspark.planning.lookup import SlotLookup
 from vllm_dspark.planning.observed import ObservedCosts
 from vllm_dspark.planning.online_cost import CostModel
 from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan, owner_id
 from vllm_dspark.planning.planner import Planner
 from vllm_dspark.planning.settle import settle
 from vllm_dspark.planning.survival import stamp_next
-from vllm_dspark.planning.table import NO_LIMIT, RequestTable, SlotLookup
+from vllm_dspark.planning.table import NO_LIMIT, RequestTable
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -93,8 +94,12 @@ class Conductor:
         processors: tuple[str, ...] = (),
         max_model_len: int = NO_LIMIT,
         native_mode: StepMode | None = None,
+        narrow_drafts: bool = False,
     ) -> None:
-        """processors: custom logits processors that may count on uniform rows (exclusions.py)."""
+        """processors: custom logits processors that may count on uniform rows (exclusions.py).
+
+        narrow_drafts: the engine can draft fewer than K columns (draft_width.py).
+        """
         self._processors = processors
         self._max_model_len = max_model_len
         self.table = table
@@ -107,7 +112,7 @@ class Conductor:
         self._resolution = resolution
         self._options = options
         self.device_windows = device_windows
-        self.may_rest = True  # not where steps of different requests take turns (pipeline.py)
+        self._narrow_drafts = narrow_drafts
         self._mode = mode  # of ragged steps
         self._native_mode = mode if native_mode is None else native_mode
         self._observed = ObservedCosts(mode, table.num_positions)  # where measuring was refused
@@ -127,7 +132,7 @@ class Conductor:
         self._recorder = PairRecorder(path, table.num_positions) if path is not None else None
         if resolution.scheduling and resolution.cost_table is not None:
             self._start_planning(resolution.cost_table)
-        elif options.test_windows is not None:
+        elif options.test_windows is not None or options.test_draft_width is not None:
             self._start_planning(None)
 
     @property
@@ -136,8 +141,16 @@ class Conductor:
         return self._resolution.off_reason
 
     def _start_planning(self, table: CostTable | None) -> None:
-        options = planner_options(self._options, self._resolution, self.device_windows)
-        cost = CostModel(table, online=self._options.online_cost) if table is not None else None
+        narrow = self._narrow_drafts
+        options = planner_options(self._options, self._resolution, self.device_windows, narrow)
+        cost, width = None, self.table.num_positions
+        if table is not None:
+            cost = CostModel(table, online=self._options.online_cost, num_positions=width)
+            if narrow and not cost.prices_widths:
+                logger.info(
+                    "vllm-dspark: draft passes keep full width: the cost table has no narrower "
+                    "ones; measure a new one (`vllm-dspark profile`)"
+                )
         self.planner = Planner(cost, options)
 
     # ---- before vLLM schedules
@@ -253,7 +266,7 @@ class Conductor:
         max_tokens: rows that a step can have; with fewer than rest needs vLLM would cut drafts.
         """
         planner, plan = self.planner, order.plan
-        if self._recorder is not None or not order.draft_next or not self.may_rest:
+        if self._recorder is not None or not order.draft_next or order.draft_width is not None:
             return
         steps = 0
         if planner is None:
@@ -266,7 +279,8 @@ class Conductor:
         remaining = self.table.remaining(slots)
         version = self.table.version
         batch = RestingBatch.begin(order, running, slots, remaining, version, planner, steps)
-        if batch is not None and batch.num_tokens <= max_tokens:
+        full = batch is not None and batch.width == self.table.num_positions
+        if batch is not None and full and batch.num_tokens <= max_tokens:
             self._resting = batch
 
     def wake(self) -> None:
@@ -315,12 +329,17 @@ class Conductor:
                 order.num_scheduled = counts
         else:
             order = self._settled(order, order.plan, step)
-            pauses = not order.draft_next and self._num_reserved > 0
-            if order.plan is not None and pauses and self._reserved[slots].any():
-                # A pause of drafting must not reach a seeded request that has just joined.
-                order = replace(order, plan=replace(order.plan, draft_next=True))
+            partial = not order.draft_next or order.draft_width is not None
+            if order.plan is not None and partial and self._reserves(slots):
+                # Neither a pause of drafting nor a narrow pass must reach a seeded request that
+                # has just joined.
+                plan = replace(order.plan, draft_next=True, draft_width=None)
+                order = replace(order, plan=plan)
         self._draft_stamp[slots] = self.step_id if order.draft_next else 0
         return order
+
+    def _reserves(self, slots: SlotArray) -> bool:
+        return self._num_reserved > 0 and bool(self._reserved[slots].any())
 
     def _settled(self, order: StepOrder, plan: VerifyPlan, step: ScheduledStep) -> StepOrder:
         """The order restated where vLLM left requests out, cut drafts or added prefill rows."""

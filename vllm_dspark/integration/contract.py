@@ -112,7 +112,12 @@ CONTRACT: tuple[Symbol, ...] = (
     ),
     Symbol("v1/worker/gpu/sample/states.py", "SamplingStates", fields=("seeds_set", "temperature")),
     Symbol(_RUNNER, "GPUModelRunner.finish_requests", params=("scheduler_output",)),
-    Symbol(f"{_SPEC}/dspark/speculator.py", "DSparkSpeculator", bases=("DFlashSpeculator",)),
+    Symbol(
+        f"{_SPEC}/dspark/speculator.py",
+        "DSparkSpeculator",
+        fields=("sample_from_anchor", "_anchor_idx"),
+        bases=("DFlashSpeculator",),
+    ),
     Symbol(
         f"{_SPEC}/dspark/speculator.py",
         "DSparkSpeculator._sample_sequential",
@@ -202,7 +207,12 @@ CONTRACT: tuple[Symbol, ...] = (
     Symbol(
         "v1/core/sched/output.py",
         "SchedulerOutput",
-        fields=("scheduled_spec_decode_tokens", "num_scheduled_tokens", "preempted_req_ids"),
+        fields=(
+            "scheduled_spec_decode_tokens",
+            "num_scheduled_tokens",
+            "preempted_req_ids",
+            "num_spec_tokens_to_schedule",
+        ),
     ),
     Symbol("v1/outputs.py", "ModelRunnerOutput", fields=("req_ids", "sampled_token_ids")),
     # The CUSTOM attention backend (attention_backend.py).

@@ -159,8 +159,8 @@ class HostTensorWindows(DeviceWindows):
         self._admitted: dict[str, int] = {}
 
     def record(self, step_id: int, idx_mapping: IntArray, logits: torch.Tensor) -> None:
-        """Keep the rows, as probabilities."""
-        self._rows[:, idx_mapping] = torch.sigmoid(logits).numpy().T
+        """Keep the rows, as probabilities; no request has drafts beyond the columns drafted."""
+        self._rows[: logits.shape[1], idx_mapping] = torch.sigmoid(logits).numpy().T
         self._row_stamp[idx_mapping] = step_id
 
     def admitted(self) -> Callable[[], dict[str, int]]:

@@ -42,7 +42,7 @@ class EngineMetrics:
     ) -> None:
         width = totals.num_speculative_tokens
         self.families = catalog(width, conductor.off_reason)
-        self.plans = PlanTotals()
+        self.plans = PlanTotals(width)
         self.sinks: list[Sink] = []
         self.log: SummaryLog | None = None
         self._conductor = conductor
@@ -195,6 +195,8 @@ class EngineMetrics:
             "draft_width": np.array([totals.num_speculative_tokens]),
             "steps": plans.steps,
             "draft_passes": plans.drafted,
+            "draft_pass_width": plans.pass_width,
+            "draft_pass_reasons": plans.width_reasons,
             "skipped_draft_passes": plans.skipped,
             "probes": plans.probes,
             "paired_drafts": live.paired,

@@ -63,7 +63,14 @@ class PipelineSchedulerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._early_drafts = EarlyDrafts()
-        self.conductor.may_rest = False  # rest expects every step to hold all running requests
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """The step's schedule; nobody rests after it, since that expects every running request to
+        be in every step.
+        """
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self.conductor.wake()
+        return output
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """vLLM's, for drafts of requests whose last token has arrived."""

@@ -75,6 +75,11 @@ class StepOrder:
         """Whether the drafter proposes a block at the end of this step."""
         return self.plan is None or self.plan.draft_next
 
+    @property
+    def draft_width(self) -> int | None:
+        """Columns that the drafter drafts then; None: all K."""
+        return self.plan.draft_width if self.plan is not None else None
+
     @cached_property
     def drafted(self) -> dict[str, int]:
         """Drafts before windows were applied, by request id."""
@@ -91,8 +96,8 @@ class StepReport:
     """Worker to engine core, with the output of the step that ends or of a later one.
 
     stamp: step whose draft pass wrote the rows; 0: no rows. request_ids and owners name whom the
-    rows are about (owner ids tell a preempted request from its restart); confidences: [m, K]
-    float32 raw acceptance probabilities c_k.
+    rows are about (owner ids tell a preempted request from its restart); confidences: [m, n]
+    float32 raw acceptance probabilities c_k of the n <= K columns that the pass drafted.
     timings: steps whose measured times have become known since the last report.
     admitted: drafts let through in the step that ends, by request id; None where the engine core
     decided that itself (host windows, native steps).

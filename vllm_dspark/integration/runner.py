@@ -205,6 +205,7 @@ class DSparkRunnerMixin(SeededSampling):
         if order is None or state is None or self.speculator is None:
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
         self.speculator.draft_next = order.draft_next
+        self.speculator.draft_width = order.draft_width
         with self.dspark_reporter.clock or nullcontext():
             output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         return self._reported(order, state.input_batch, output)
@@ -213,7 +214,7 @@ class DSparkRunnerMixin(SeededSampling):
         """The output of a step that was just launched, with the step's report."""
         speculator, reporter = self.speculator, self.dspark_reporter
         if order.draft_next and speculator.has_confidence:
-            logits = speculator.confidence_logits[: input_batch.num_reqs]
+            logits = speculator.confidence_logits[: input_batch.num_reqs, : order.draft_width]
             if not order.at_rest:
                 reporter.record_rows(order, input_batch, logits)
             if self._windows is not None:
@@ -222,6 +223,7 @@ class DSparkRunnerMixin(SeededSampling):
             return output
         if reporter.clock is not None:
             reporter.clock.draft_ms = speculator.draft_ms
+            reporter.clock.draft_width = order.draft_width
         admitted = None
         if self._windows is not None and self.adaptive_verification is not None:
             admitted = self._windows.admitted()

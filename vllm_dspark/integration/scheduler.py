@@ -9,6 +9,7 @@ from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.batches import Drafting, DraftingLookup, WorkerOrder
 from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.conductor import Conductor, ScheduledStep, StepOutlook
+from vllm_dspark.integration.draft_width import narrow_refusal
 from vllm_dspark.integration.exclusions import undeclared_processors
 from vllm_dspark.integration.metrics import EngineMetrics
 from vllm_dspark.integration.metrics_correction import Corrections, emitting, per_request
@@ -77,6 +78,9 @@ class DSparkSchedulerMixin:
             logger.info("vllm-dspark: full windows: %s", resolution.off_reason)
         else:
             logger.info("vllm-dspark: windows are set on the %s: %s", mode, why)
+        full_width = narrow_refusal(vllm_config, options)
+        if full_width and not resolution.off_reason:
+            logger.info("vllm-dspark: draft passes keep full width: %s", full_width)
         table = RequestTable(
             width,
             self.max_num_running_reqs,
@@ -94,6 +98,7 @@ class DSparkSchedulerMixin:
             processors=undeclared_processors(vllm_config),
             max_model_len=vllm_config.model_config.max_model_len,
             native_mode=native,
+            narrow_drafts=not full_width,
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +118,8 @@ class DSparkSchedulerMixin:
                 return output
             order = conductor.disturbed(order, output.scheduled_spec_decode_tokens)
         order = conductor.scheduled(order, self._scheduled(output, order))
+        if order.draft_width is not None:
+            output.num_spec_tokens_to_schedule = order.draft_width
         attach_order(output, order)
         conductor.settle_down(order, self.running, self.max_num_scheduled_tokens)
         return output

@@ -1,4 +1,4 @@
-"""What Python calls: the whole simulation, or one part of a step with a planner of its own.
+"""What Python calls: the whole simulation, or the world's parts of a step (exact.py plans itself).
 
 Each entry closes over the stamp of this folder's sources; jit.py says why.
 """
@@ -230,27 +230,7 @@ def _entries(stamp: int):
             world.start(w, load)
         return w.counts[ISSUED]
 
-    @entry
-    def decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
-        if stamp < 0:
-            kv_tokens = 0
-        return _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed)
-
-    @entry
-    def add(w: World, x: Learner, load: Load, t: Requests, d: int) -> int:
-        if stamp >= 0:
-            _add(w, x, load, t, d)
-        return w.counts[N_STARTED]
-
-    @entry
-    def learn(
-        w: World, x: Learner, p: Planner, load: Load, t: Requests, d: int, n: int, made_by: int
-    ) -> int:
-        if stamp >= 0:
-            _learn(w, x, p, load, t, d, n, made_by)
-        return n
-
-    return run, begin, schedule, complete, start, decide, add, learn
+    return run, begin, schedule, complete, start
 
 
-run, begin, schedule, complete, start, decide, add, learn = _entries(_STAMP)
+run, begin, schedule, complete, start = _entries(_STAMP)
