@@ -43,7 +43,7 @@ class Case:
 
 
 CASES = {
-    "full windows": Case({"test_windows": "full"}),
+    "not scheduled": Case({"scheduling": False}),
     "planned": Case({"scheduling": True, "online_cost": False}, dear=True),
 }
 

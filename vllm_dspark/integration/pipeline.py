@@ -58,10 +58,19 @@ class PipelineSchedulerMixin:
     waiting: Any
     requests: dict[str, Any]
     max_num_running_reqs: int
+    conductor: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._early_drafts = EarlyDrafts()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """The step's schedule; nobody rests after it, since that expects every running request to
+        be in every step.
+        """
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self.conductor.wake()
+        return output
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """vLLM's, for drafts of requests whose last token has arrived."""
