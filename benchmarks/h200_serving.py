@@ -240,7 +240,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run", action="append", required=True, metavar="NAME=FOLDER")
     try:
         named = list(_named(parser.parse_args(argv).run))
-        write([read_run(name, folder) for name, folder in named])
+        runs = [read_run(name, folder) for name, folder in named]
+        for run in runs:
+            device = run.report["fingerprint"]["device"]
+            if "H200" not in device:
+                raise BenchError(f"run {run.name!r} was measured on {device}, not on an H200")
+        write(runs)
     except BenchError as error:
         print(error, file=sys.stderr)
         return 2

@@ -120,4 +120,6 @@ def test_nothing_is_written_without_data(root: Path, tmp_path: Path) -> None:
     before = sorted(root.rglob("*"))
     assert h200_serving.main(["--run", f"x={tmp_path / 'empty'}"]) == 2
     assert h200_serving.main(["--run", "no folder"]) == 2
+    elsewhere = measured(tmp_path / "cpu")  # by "a GPU", whatever that is
+    assert h200_serving.main(["--run", f"x={elsewhere}"]) == 2
     assert sorted(root.rglob("*")) == before
