@@ -234,6 +234,13 @@ def _named(items: Sequence[str]) -> Iterator[tuple[str, Path]]:
         yield name, Path(folder)
 
 
+def _require_h200(runs: Sequence[Run]) -> None:
+    for run in runs:
+        device = run.report["fingerprint"]["device"]
+        if "H200" not in device:
+            raise BenchError(f"run {run.name!r} was measured on {device}, not on an H200")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Write everything, or say what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -241,10 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         named = list(_named(parser.parse_args(argv).run))
         runs = [read_run(name, folder) for name, folder in named]
-        for run in runs:
-            device = run.report["fingerprint"]["device"]
-            if "H200" not in device:
-                raise BenchError(f"run {run.name!r} was measured on {device}, not on an H200")
+        _require_h200(runs)
         write(runs)
     except BenchError as error:
         print(error, file=sys.stderr)

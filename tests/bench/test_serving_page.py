@@ -117,9 +117,9 @@ def test_goals_are_judged_by_the_cells(
 
 def test_nothing_is_written_without_data(root: Path, tmp_path: Path) -> None:
     CellStore(tmp_path / "empty" / "cells.jsonl", PRINT)
+    elsewhere = measured(tmp_path / "cpu")  # by "a GPU", whatever that is
     before = sorted(root.rglob("*"))
     assert h200_serving.main(["--run", f"x={tmp_path / 'empty'}"]) == 2
     assert h200_serving.main(["--run", "no folder"]) == 2
-    elsewhere = measured(tmp_path / "cpu")  # by "a GPU", whatever that is
     assert h200_serving.main(["--run", f"x={elsewhere}"]) == 2
     assert sorted(root.rglob("*")) == before
