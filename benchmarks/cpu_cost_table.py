@@ -25,9 +25,10 @@ from vllm_dspark.demo.target import drafter_path, ensure_target
 from vllm_dspark.planning.cost import CostTable, StepMode, StepShape, StepTiming, build_cost_table
 
 Cells = dict[tuple[int, int, int], list[tuple[float, float]]]  # (requests, tokens, kv) -> times
+Narrow = dict[tuple[int, int], list[float]]  # (requests, columns) -> draft ms
 
 
-def measure(runner: Any, width: int, seconds: float) -> Cells:
+def measure(runner: Any, width: int, seconds: float) -> tuple[Cells, Narrow]:
     """(forward ms, draft ms) of every size, one sample a pass, until the time is over."""
     import torch
 
@@ -36,10 +37,14 @@ def measure(runner: Any, width: int, seconds: float) -> Cells:
     profiling._REPEATS, profiling._WARMUP = 1, 0
     sizes = list(shapes(runner.max_num_reqs, width))
     nodes = profiling._kv_nodes(runner.max_model_len, width)
+    few = profiling.narrow_shapes(runner, {requests for requests, _ in sizes})
     cells: Cells = defaultdict(list)
+    narrow: Narrow = defaultdict(list)
     with torch.inference_mode():
         for requests, tokens in sizes:  # compile and load what runs for the first time
             profiling._measure(runner, requests, tokens, nodes[0])
+        for requests, tokens, columns in few:
+            profiling._measure(runner, requests, tokens, nodes[0], columns)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for requests, tokens in sizes:
@@ -47,7 +52,10 @@ def measure(runner: Any, width: int, seconds: float) -> Cells:
                     [sample] = profiling._measure(runner, requests, tokens, kv)
                     times = (sample.forward_ms, sample.draft_ms or 0.0)
                     cells[requests, tokens, kv].append(times)
-    return cells
+            for requests, tokens, columns in few * 2:
+                [sample] = profiling._measure(runner, requests, tokens, nodes[0], columns)
+                narrow[requests, columns].append(sample.draft_ms or 0.0)
+    return cells, narrow
 
 
 def shapes(max_requests: int, width: int) -> Iterator[tuple[int, int]]:
@@ -62,7 +70,7 @@ def shapes(max_requests: int, width: int) -> Iterator[tuple[int, int]]:
         requests *= 2
 
 
-def table_of(cells: Cells) -> CostTable:
+def table_of(cells: Cells, narrow: Narrow) -> CostTable:
     """The table of the faster half of each cell; more tokens never cost less."""
     kept = min(len(times) for times in cells.values()) // 2
     drafts: dict[int, list[float]] = defaultdict(list)
@@ -83,6 +91,11 @@ def table_of(cells: Cells) -> CostTable:
                     samples.append(
                         StepTiming(StepMode.EAGER, shape, requests, tokens, kv, forward, drafted)
                     )
+    for (requests, columns), values in narrow.items():
+        for value in sorted(values)[: max(len(values) // 2, 1)]:
+            samples.append(
+                StepTiming(StepMode.EAGER, StepShape.RAGGED, requests, 0, 0, 0.0, value, columns)
+            )
     return build_cost_table(samples)
 
 
@@ -122,12 +135,13 @@ def main() -> int:
     from vllm_dspark.integration.startup import live_fingerprint
 
     engine = DrivenEngine(start.arguments)
-    cells = measure(engine.runner, pair.width, args.seconds)
-    table = table_of(cells)
+    table = table_of(*measure(engine.runner, pair.width, args.seconds))
     write_record(args.out, CostTableRecord.from_table(table, live_fingerprint(engine.config)))
     for (mode, shape), grid in table.grids.items():
         print(mode.value, shape.value, grid.sizes, grid.median_ms[0].round(1))
     print("draft", table.draft.sizes, table.draft.median_ms[0].round(1))
+    for columns, grid in table.narrow.items():
+        print(f"draft of {columns} columns", grid.sizes, grid.median_ms[0].round(1))
     engine.shutdown()
     return 0
 

@@ -19,6 +19,32 @@ os.environ.update(ENGINE_ENVIRONMENT)  # before torch and numba are imported
 os.environ["VLLM_DSPARK_CACHE_DIR"] = tempfile.mkdtemp(prefix="vllm-dspark-tests-")
 
 
+# Files of few and long tests, longest first. They begin the session (with the Makefile's
+# --no-loadscope-reorder): left to the end, one worker would work on them alone for minutes.
+_LONG_FILES = (
+    "tests/integration/test_ray_serving.py",
+    "tests/formats/test_engine_drafts.py",
+    "tests/formats/test_targets.py",
+    "tests/integration/test_tensor_parallel.py",
+    "tests/integration/test_ray_executor.py",
+    "tests/integration/test_metrics_server.py",
+    "tests/integration/test_measuring_commands.py",
+    "tests/test_docs.py",
+    "tests/cli/test_serve_http.py",
+    "tests/bench/test_engine.py",
+    "tests/kernels/test_cross_compile.py",
+    "tests/kernels/test_rejection.py",
+    "tests/simulation/test_fast_planner.py",
+    "tests/integration/test_register.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; the order of all other tests stays."""
+    places = {name: place for place, name in enumerate(_LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
+
+
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable:
     """Build a pair of a spec once per session: `pair = build(PairSpec(kind="markov"))`."""

@@ -54,6 +54,10 @@ _TestWindows = Annotated[
     | None,
     BeforeValidator(_as_tuple),
 ]
+_TestWidth = Annotated[
+    Literal["random"] | _Window | Annotated[tuple[_Window, ...], Field(min_length=1)] | None,
+    BeforeValidator(_as_tuple),
+]
 _PATH = "a file path, or null"
 
 
@@ -111,9 +115,17 @@ class DSparkConfig(BaseModel):
         "context KV is still written.",
         "true or false",
     )
+    draft_width: Literal["auto", "full"] = _option(
+        "auto",
+        "Columns of a draft pass: as many as are expected to pay in the next step, where the "
+        "engine supports it and the cost table has narrower passes (auto), or always "
+        "num_speculative_tokens (full).",
+        '"auto" or "full"',
+    )
     probe_interval: int = _option(
         32,
-        "While drafting is skipped, draft once in this many steps to notice that it pays again.",
+        "While drafting is skipped, draft once in this many steps to notice that it pays again; "
+        "while draft passes are narrow, draft full width as often.",
         "an integer from 2 to 100000",
         ge=2,
         le=100_000,
@@ -189,8 +201,18 @@ class DSparkConfig(BaseModel):
         '"full", "random", a window from 1 to num_speculative_tokens + 1, a list of windows, '
         "or null",
     )
+    test_draft_width: _TestWidth = _option(
+        None,
+        "Debugging: draft so many columns whatever the planner finds, seeded random ones per "
+        "step, or those of a list in turn.",
+        '"random", a width from 1 to num_speculative_tokens, a list of widths, or null',
+    )
     test_windows_seed: int = _option(
-        0, 'Seed of `test_windows: "random"`.', "an integer >= 0 and < 2**32", ge=0, lt=2**32
+        0,
+        'Seed of `"random"` windows and draft widths.',
+        "an integer >= 0 and < 2**32",
+        ge=0,
+        lt=2**32,
     )
 
     @classmethod
@@ -229,13 +251,16 @@ class DSparkConfig(BaseModel):
                 f"num_speculative_tokens = {num_speculative_tokens}; "
                 f"allowed: 0 to {num_speculative_tokens}"
             )
-        windows = self.test_windows
-        sizes = (windows,) if isinstance(windows, int) else windows
-        if isinstance(sizes, tuple) and max(sizes) > num_speculative_tokens + 1:
-            raise DSparkConfigError(
-                f"dspark.test_windows = {windows!r} holds a window larger than "
-                f"num_speculative_tokens + 1; allowed: 1 to {num_speculative_tokens + 1}"
-            )
+        for name, spec, most in (
+            ("test_windows", self.test_windows, num_speculative_tokens + 1),
+            ("test_draft_width", self.test_draft_width, num_speculative_tokens),
+        ):
+            sizes = (spec,) if isinstance(spec, int) else spec
+            if isinstance(sizes, tuple) and max(sizes) > most:
+                raise DSparkConfigError(
+                    f"dspark.{name} = {spec!r} exceeds what num_speculative_tokens = "
+                    f"{num_speculative_tokens} allows; allowed: 1 to {most}"
+                )
 
 
 def prometheus_multiproc_folder() -> Path | None:

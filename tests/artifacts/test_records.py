@@ -1,5 +1,6 @@
 """Records and files: identity, round trips, refusals, atomic writes."""
 
+import dataclasses
 import json
 import os
 import threading
@@ -32,6 +33,32 @@ from vllm_dspark.artifacts.store import (
 from vllm_dspark.errors import ArtifactError, CalibrationError, CostTableError
 from vllm_dspark.planning.cost import CostTable, StepMode, StepShape
 from vllm_dspark.planning.quality import PositionQuality
+
+
+class TestNarrowDraftPasses:
+    """Cost tables may know draft passes of fewer than K columns."""
+
+    def test_round_trip(self, tmp_path):
+        narrow = {n: grid((1, 32), (1.0 + n, 5.0 + n)) for n in (1, 3)}
+        table = dataclasses.replace(cost_record().to_table(), narrow=narrow)
+        path = tmp_path / "table.json"
+        write_record(path, CostTableRecord.from_table(table, fingerprint()))
+        found = read_cost_table(path).to_table()
+        assert sorted(found.narrow) == [1, 3]
+        assert found.narrow[3].sizes == (1, 32)
+        assert found.narrow[3].median_ms.tolist() == [[4.0, 8.0]]
+
+    def test_tables_of_earlier_versions_have_none(self):
+        old = cost_record().model_dump(mode="json")
+        del old["narrow_draft"]
+        assert CostTableRecord.model_validate(old).to_table().narrow == {}
+
+    def test_illegal_ones_are_refused(self):
+        table = cost_record().to_table()
+        for columns, cells in ((0, (1.0, 2.0)), (2, (1.0, -2.0))):
+            broken = dataclasses.replace(table, narrow={columns: grid((1, 32), cells)})
+            with pytest.raises(CostTableError, match=f"draft of {columns} columns"):
+                broken.validate()
 
 
 class TestFingerprint:

@@ -66,6 +66,12 @@ def test_fixed_on_a_cpu_is_the_plugin_without_scheduling() -> None:
         assert config["dspark"] == {"hysteresis_steps": 2, "scheduling": False}
 
 
+def test_ours_full_differs_by_its_draft_width_alone() -> None:
+    """Catches a comparison of narrow passes with something else than the same engine without."""
+    ours, full = (of(name, is_cpu=True)[1]["speculative_config"] for name in ("ours", "ours-full"))
+    assert full == {**ours, "dspark": {**ours["dspark"], "draft_width": "full"}}
+
+
 def test_ours_and_adaptive_have_the_full_width() -> None:
     assert of("ours", is_cpu=False)[1]["speculative_config"] == {
         "method": "dspark",

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines import ENGINE_ENVIRONMENT, engine, token_lists
+from tests.support.metrics_pages import check_catalog, scrape
 from tests.support.pairs import Pair, PairSpec
 from vllm_dspark.demo.client import parse_counters
 
@@ -187,6 +189,57 @@ def test_metrics_are_reachable(client: Any, server: RunningServer) -> None:
     assert counters.request_steps > 0
     assert counters.drafted >= counters.request_steps
     assert 0 < counters.accepted <= counters.drafted
+    check_catalog(scrape(f"http://127.0.0.1:{server.port}"), 7)
+
+
+def top_command(port: int, *arguments: str) -> list[str]:
+    address = f"127.0.0.1:{port}"
+    return [sys.executable, "-m", "vllm_dspark.cli.main", "top", address, *arguments]
+
+
+def test_top_agrees_with_the_server(client: Any, server: RunningServer) -> None:
+    """Catches figures of `top` that are not those of the page it reads, on a real page."""
+    client.completions.create(prompt=PROMPTS[0], **REQUEST)
+    page = get(server.port, "/metrics")[1]
+    done = subprocess.run(
+        top_command(server.port, "--once", "--interval", "0", "--json"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    (figures,) = json.loads(done.stdout)["engines"]
+    assert (figures["model"], figures["width"]) == ("tiny", 7)
+    emitted, steps = (
+        float(re.findall(rf"^vllm:dspark_{name}_total{{.*}} (.*)$", page, re.MULTILINE)[0])
+        for name in ("emitted_tokens", "request_steps")
+    )
+    assert figures["accepted_length"] == pytest.approx(emitted / steps)
+    assert sum(figures["windows"].values()) == pytest.approx(1.0)
+    assert sum(figures["kinds"].values()) == pytest.approx(1.0)
+    assert 0.0 < figures["acceptance"][0] <= 1.0
+
+
+def test_top_watches_a_server_under_load(client: Any, server: RunningServer) -> None:
+    """Catches a live view that shows no rates, or that Ctrl-C ends with a stack trace."""
+    top = subprocess.Popen(
+        top_command(server.port, "--interval", "0.5"),
+        env={**os.environ, "COLUMNS": "120"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # Long enough for its start on a busy machine and for some readings.
+    deadline = time.monotonic() + 8.0
+    while time.monotonic() < deadline:
+        client.completions.create(prompt=PROMPTS[0], **REQUEST)
+    top.send_signal(signal.SIGINT)
+    shown, errors = top.communicate(timeout=60)
+    assert top.returncode == 130, errors
+    assert errors == ""
+    assert "tiny" in shown
+    rates = [float(number) for number in re.findall(r"tokens/s +([\d.]+)", shown)]
+    assert rates and max(rates) > 0.0, shown
 
 
 def test_bad_request_is_refused_and_the_server_lives_on(client: Any) -> None:

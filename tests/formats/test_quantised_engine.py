@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ from tests.integration.scenarios import generate, make_prompts, params
 from tests.integration.test_equality import expect_equal
 from tests.support import quantise
 from tests.support.engines import dspark, engine, scheduler_of
-from tests.support.pairs import Pair, PairSpec
+from tests.support.pairs import PairSpec
 
 pytestmark = pytest.mark.engine
 
@@ -19,26 +20,43 @@ SETTINGS = {"dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
-def quantised(build: Callable, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def target(build: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An int8 target."""
-    pair, folder = build(SPEC), tmp_path_factory.mktemp("quantised")
-    copied = Pair(folder / "target", folder / "drafter", SPEC)
-    shutil.copytree(pair.target, copied.target)
-    shutil.copytree(pair.drafter, copied.drafter)
-    quantise.int8(copied.target)
-    return copied
+    folder = tmp_path_factory.mktemp("int8") / "target"
+    shutil.copytree(build(SPEC).target, folder)
+    quantise.int8(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def wanted(quantised: Pair) -> list:
-    with engine(quantised.target, v2=True, **SETTINGS) as llm:
+def wanted(target: Path) -> list:
+    with engine(target, v2=True, **SETTINGS) as llm:
         return generate(llm, make_prompts(94), params(32))
 
 
-def test_beside_an_int8_target(build: Callable, quantised: Pair, wanted: list) -> None:
-    """Catches the target's quantisation applied to the drafter."""
-    speculative = dspark(build(SPEC).drafter, {"test_windows": "full"}, num_speculative_tokens=7)
-    with engine(quantised.target, speculative, **SETTINGS) as llm:
+# What exporters do: `fc` stays plain in all; the ignore list names it, or says nothing of it.
+DRAFTERS: dict[str, Callable[[Path], object]] = {
+    "bf16 drafter": lambda folder: None,
+    "4-bit drafter": lambda folder: quantise.int4(folder, ignore=("lm_head", "fc")),
+    "4-bit drafter, lists incomplete": lambda folder: quantise.int4(
+        folder, plain=("layers.1.mlp.down_proj",)
+    ),
+    "fp8 drafter": quantise.fp8,
+}
+
+
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_beside_an_int8_target(
+    build: Callable, target: Path, wanted: list, which: str, tmp_path: Path
+) -> None:
+    """Catches the target's quantisation applied to the drafter, raw packed weights used, and
+    layers that are stored plain built packed.
+    """
+    drafter = tmp_path / "drafter"
+    shutil.copytree(build(SPEC).drafter, drafter)
+    DRAFTERS[which](drafter)
+    speculative = dspark(drafter, {"test_windows": "full"}, num_speculative_tokens=7)
+    with engine(target, speculative, **SETTINGS) as llm:
         found = generate(llm, make_prompts(94), params(32))
         totals = scheduler_of(llm).dspark_totals
     expect_equal(found, wanted)

@@ -42,6 +42,6 @@ def test_ragged_and_native_steps_have_modes_of_their_own(mixed: bool, mode: Step
         device_windows=False,
         native_mode=StepMode.FULL,
     )
-    facts = made._facts(StepOutlook(mixed=mixed, num_waiting=0, kv_tokens=1))
+    facts = made._facts(StepOutlook(mixed=mixed, num_waiting=0))
     assert facts.mode is mode
     assert facts.native_mode is (StepMode.MIXED if mixed else StepMode.FULL)

@@ -63,6 +63,11 @@ VARIANTS = {
         options=_random(2), speculative={"draft_sample_method": "probabilistic"}
     ),
     "K7-reference-kernels": Variant(options={"kernels": "reference", **_random(3)}),
+    "K7-random-widths": Variant(options={"test_draft_width": "random", **_random(13)}),
+    "K7-random-widths-sampled-drafts-on-device": Variant(
+        options={"test_draft_width": "random", "windows": "device", **_random(14)},
+        speculative={"draft_sample_method": "probabilistic"},
+    ),
     "K3-random": Variant(width=3, options=_random(4)),
     "K1-full": Variant(width=1, options=FULL),
     "K1-random": Variant(width=1, options=_random(5)),

@@ -220,7 +220,7 @@ class TestCounting:
         assert engine.value("realised_tokens") == 3
 
     def test_every_reason_of_a_decline_is_documented(self):
-        totals = PlanTotals()
+        totals = PlanTotals(3)
         for reason in FALLBACKS:
             totals.decline(reason)
         assert totals.fallbacks.tolist() == [1] * len(FALLBACKS)

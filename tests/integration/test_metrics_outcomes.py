@@ -7,26 +7,40 @@ import pytest
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_dspark.integration.metrics_correction import Corrections
-from vllm_dspark.integration.outcomes import OutcomeTotals, PendingOutcomes
+from vllm_dspark.integration.batches import WorkerOrder
+from vllm_dspark.integration.metrics_correction import Corrections, emitting
+from vllm_dspark.integration.outcomes import (
+    OutcomeTotals,
+    PendingOutcomes,
+    StepReach,
+    reach,
+    token_counts,
+)
 from vllm_dspark.integration.report import StepOrder
 
 K = 4
 
 
-def pending(rows, invalid=None, alive=lambda name: True):
+def pending(rows, invalid=None):
     """rows: name -> (drafted, scheduled, sampled tokens). Also returns the token lists."""
     lists = {name: list(range(sampled)) for name, (_, _, sampled) in rows.items()}
     scheduled = {name: [0] * n for name, (_, n, _) in rows.items() if n}
     output = SimpleNamespace(
         scheduled_spec_decode_tokens=scheduled, num_invalid_spec_tokens=invalid
     )
-    ran = SimpleNamespace(
-        sampled_token_ids=list(lists.values()), req_id_to_index={n: i for i, n in enumerate(lists)}
-    )
+    ran = SimpleNamespace(sampled_token_ids=list(lists.values()))
     drafted = {name: n for name, (n, _, _) in rows.items()}
     order = StepOrder.of(7, None, drafted, 6)
-    return PendingOutcomes(output, ran, order, K, alive), lists
+    return taken(output, ran, order, list(lists)), lists
+
+
+def taken(output, ran, order, batch):
+    """batch: requests in the worker's order."""
+    where = WorkerOrder()
+    index = {name: i for i, name in enumerate(batch)}
+    places = where.places(order.request_ids, batch, index)
+    counts = token_counts(ran)
+    return PendingOutcomes(output, ran, order, StepReach(K), counts, places, where.complete)
 
 
 def cut(tokens, length):
@@ -39,10 +53,14 @@ def columns(outcomes):
     return [getattr(outcomes, name).tolist() for name in names]
 
 
+def columns_of(outcomes):
+    return [*columns(outcomes), outcomes.sampled.tolist(), outcomes.reached.tolist()]
+
+
 class TestPending:
     def test_no_stop(self):
         found, _ = pending({"a": (4, 4, 3), "b": (4, 2, 3), "c": (4, 0, 1)})
-        outcomes = found.finish(set("ab"), None)
+        outcomes = found.finish(None, None)
         assert outcomes.request_ids == ["a", "b", "c"]
         assert columns(outcomes) == [[4, 4, 4], [4, 2, 0], [4, 2, 0], [4, 2, 0], [2, 2, 0]]
         assert outcomes.emitted.tolist() == outcomes.sampled.tolist() == [3, 3, 1]
@@ -71,9 +89,9 @@ class TestPending:
     def test_results_of_ended_requests_are_dropped(self):
         """Catches: async scheduling's step in flight when a request stops, counted as output."""
         rows = {"ended": (4, 4, 5), "runs": (4, 4, 5), "narrow": (4, 0, 1)}
-        found, _ = pending(rows, alive=lambda name: name == "runs")
+        found, _ = pending(rows)
         assert found.finish({"runs"}, None).request_ids == ["runs"]
-        assert pending(rows, alive=lambda name: False)[0].finish(set(), None) is None
+        assert pending(rows)[0].finish(set(), None) is None
 
     def test_drafts_that_a_grammar_invalidated_were_not_scored(self):
         found, _ = pending({"a": (4, 4, 3)}, invalid={"a": 1})
@@ -90,8 +108,72 @@ class TestPending:
     def test_nothing_was_sampled(self):
         order = StepOrder.of(1, None, {"a": 4}, 1)
         output = SimpleNamespace(scheduled_spec_decode_tokens={}, num_invalid_spec_tokens=None)
-        ran = SimpleNamespace(sampled_token_ids=[], req_id_to_index={})
-        assert PendingOutcomes(output, ran, order, K, bool).finish(set(), None) is None
+        ran = SimpleNamespace(sampled_token_ids=[])
+        assert taken(output, ran, order, []).finish(set(), None) is None
+
+    def test_the_worker_may_have_an_order_of_its_own(self):
+        """Catches tokens counted for another request, and one that is not in the step at all."""
+        order = StepOrder.of(7, None, dict.fromkeys("abc", 4), 6)
+        output = SimpleNamespace(
+            scheduled_spec_decode_tokens={"a": [0] * 4, "c": [0] * 4}, num_invalid_spec_tokens=None
+        )
+        ran = SimpleNamespace(sampled_token_ids=[[1, 1, 1], [2], [3, 3]])
+        outcomes = taken(output, ran, order, ["c", "prefill", "a"]).finish(set("ac"), None)
+        assert outcomes.request_ids == ["a", "c"]
+        assert outcomes.sampled.tolist() == [2, 3]
+        assert outcomes.accepted.tolist() == [1, 2]
+
+    def test_a_step_without_stops_counts_alike_either_way(self):
+        """Catches a short cut (one histogram of pairs) that counts something else."""
+        rng = np.random.default_rng(1)
+        for _ in range(30):
+            drafts = rng.integers(0, K + 1, 40)
+            rows = {
+                f"r{i}": (K, int(n), int(rng.integers(0, n + 1)) + 1) for i, n in enumerate(drafts)
+            }
+            on_device = {name: int(rng.integers(t - 1, n + 1)) for name, (_, n, t) in rows.items()}
+            for given in (None, on_device):
+                short = pending(rows)[0].finish(None, given, stopped=False)
+                judged = np.minimum(short.verified, short.accepted + 1)
+                columns = (short.drafted, short.admitted, short.verified, judged, short.accepted)
+                assert (short.reached == reach(columns, K)).all()
+                full = pending(rows)[0].finish(None, given)
+                assert columns_of(short) == columns_of(full)
+
+
+class TestEmitting:
+    """Which requests vLLM has added tokens to, from what its update returns."""
+
+    def of(self, names, expected, as_ordered=True):
+        entries = [
+            SimpleNamespace(request_id=name.strip("!"), new_token_ids=[] if "!" in name else [1])
+            for name in names
+        ]
+        order = StepOrder.of(1, None, dict.fromkeys(expected, K), 1)
+        if as_ordered:
+            order.num_scheduled = order.num_drafts
+        return emitting({0: SimpleNamespace(outputs=entries)}, order)
+
+    def test_all_of_them(self):
+        assert self.of(["a", "b"], ["a", "b"]) is None
+
+    @pytest.mark.parametrize("names", [["a"], ["a", "b!"], []])
+    def test_one_has_ended_meanwhile(self, names):
+        """Catches an aborted request's tokens counted as output; b!: it failed, without tokens."""
+        assert self.of(names, ["a", "b"]) == {name for name in names if "!" not in name}
+
+    def test_a_prompt_that_ends_makes_up_for_one_that_ended(self):
+        """Catches counting entries where others than the order's requests were in the step."""
+        assert self.of(["a", "prompt"], ["a", "b"], as_ordered=False) == {"a", "prompt"}
+
+    def test_clients_have_outputs_of_their_own(self):
+        order = StepOrder.of(1, None, {"a": K, "b": K}, 1)
+        order.num_scheduled = order.num_drafts
+        parts = {
+            i: SimpleNamespace(outputs=[SimpleNamespace(request_id=name, new_token_ids=[1])])
+            for i, name in enumerate("ab")
+        }
+        assert emitting(parts, order) == {"a", "b"}
 
 
 class TestTotals:
@@ -101,7 +183,7 @@ class TestTotals:
             {"full": (4, 4, 5), "trim": (4, 2, 1), "none": (4, 0, 1), "stop": (4, 3, 4)}
         )
         cut(lists["stop"], 2)
-        totals.add(found.finish({"full", "trim", "stop"}, None))
+        totals.add(found.finish(None, None))
         totals.add(None)
         assert totals.drafted.tolist() == [4, 4, 4, 4]
         assert totals.admitted.tolist() == [3, 3, 2, 1]
@@ -138,13 +220,6 @@ class TestTotals:
         assert totals.accepted.tolist() == wanted[2].tolist()
 
 
-def vllm_stats(stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id):
-    """vLLM's `make_spec_decoding_stats` with log_stats on."""
-    stats = stats or SpecDecodingStats.new(K)
-    stats.observe_draft(num_draft_tokens, num_accepted_tokens)
-    return stats
-
-
 class TestCorrections:
     def run(self, rows, cuts, on_device=None, metrics=None):
         found, lists = pending(rows)
@@ -153,21 +228,14 @@ class TestCorrections:
         requests = {n: SimpleNamespace(spec_decode_metrics=m) for n, m in (metrics or {}).items()}
         scheduler = SimpleNamespace(spec_decode_metrics_level=level, requests=requests)
         corrections.begin(scheduler, found.request_ids)
-        stats = None
+        stats = corrections.stats = SpecDecodingStats.new(K)
+        stats.observe_draft(4, 4)  # vLLM's own, of the first request
         for name, (_, scheduled, sampled) in rows.items():
-            stats = corrections.note(
-                vllm_stats,
-                stats,
-                num_draft_tokens=scheduled,
-                num_accepted_tokens=sampled - 1,
-                num_invalid_spec_tokens=None,
-                request_id=name,
-            )
             if metrics:
                 metrics[name].observe(scheduled, sampled - 1, detailed=True)
         for name, length in cuts.items():
             cut(lists[name], length)
-        corrections.apply(found.finish(corrections.counted, on_device))
+        corrections.apply(found.finish(None, on_device))
         return stats
 
     def test_tokens_behind_a_stop_are_not_accepted(self):
@@ -194,6 +262,7 @@ class TestCorrections:
     def test_vllm_without_stats_stays_without(self):
         corrections = Corrections()
         corrections.begin(SimpleNamespace(), [])
-        assert corrections.note(lambda *_, **__: None, None, request_id="a") is None
-        assert corrections.counted == {"a"}
         corrections.apply(None)
+        corrections.apply(pending({"a": (4, 4, 5)})[0].finish(None, None))
+        corrections.fill(1, [1] * K, [1] * K)
+        assert corrections.stats is None

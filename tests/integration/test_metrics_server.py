@@ -1,4 +1,4 @@
-"""/metrics of real servers: engine core in a process of its own, one and several API servers."""
+"""/metrics of a real server: engine core in a process of its own, several API servers."""
 
 import json
 import os
@@ -11,11 +11,10 @@ import urllib.request
 from contextlib import contextmanager
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.engines import ENGINE_ENVIRONMENT, dspark
+from tests.support.metrics_pages import check_catalog, scrape, total
 from tests.support.pairs import PairSpec
-from vllm_dspark.integration.metrics_catalog import catalog
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +34,7 @@ def free_port():
 
 
 @contextmanager
-def server(pair, folder, *arguments, options=None):
+def server(pair, folder, *arguments):
     """A server whose temporary files live in `folder`; yields its base address."""
     port = free_port()
     command = [
@@ -43,7 +42,7 @@ def server(pair, folder, *arguments, options=None):
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "128", "--max-num-seqs", "4", "--served-model-name", "tiny"),
         *("--kv-cache-memory-bytes", str(64 << 20)),
-        *("--speculative-config", json.dumps(_speculative(pair, options))),
+        *("--speculative-config", json.dumps(_speculative(pair))),
         *arguments,
     ]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_USE_V2_MODEL_RUNNER"}
@@ -68,8 +67,8 @@ def server(pair, folder, *arguments, options=None):
             process.wait()
 
 
-def _speculative(pair, options):
-    speculative = dspark(pair.drafter, options, num_speculative_tokens=K)
+def _speculative(pair):
+    speculative = dspark(pair.drafter, num_speculative_tokens=K)
     speculative["dspark"] |= {"log_interval_s": 1.0}
     return speculative
 
@@ -103,60 +102,23 @@ def complete(base, tokens):
         return json.load(answer)["usage"]["completion_tokens"]
 
 
-def scrape(base):
-    """{sample name: {labels: value}} of vLLM's metrics; fails on duplicates."""
-    with urllib.request.urlopen(f"{base}/metrics", timeout=60) as answer:
-        text = answer.read().decode()
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.startswith("vllm:"):
-                series = found.setdefault(sample.name, {})
-                labels = tuple(sorted(sample.labels.items()))
-                assert labels not in series, f"duplicate {sample.name} {labels}"
-                series[labels] = sample.value
-    return found
+def test_metrics_of_two_api_servers(pair, tmp_path):
+    """Every metric of the catalog arrives with vLLM's labels, from every API server.
 
-
-def total(samples, name):
-    return sum(samples.get(name, {}).values())
-
-
-@pytest.mark.parametrize("api_servers", [1, 2])
-def test_metrics_of_a_server(pair, tmp_path, api_servers):
-    """Every metric of the catalog arrives with vLLM's labels, from every API server."""
-    with server(pair, tmp_path, "--api-server-count", str(api_servers)) as base:
+    One API server: tests/cli/test_serve_http.py. Metrics off: test_metrics_engine.py.
+    """
+    with server(pair, tmp_path, "--api-server-count", "2") as base:
         for _ in range(4):
             assert complete(base, 16) == 16
         time.sleep(1.1)  # a log interval
         assert complete(base, 1) == 1
-        for _ in range(3 * api_servers):  # the kernel picks the API server of each connection
+        for _ in range(6):  # the kernel picks the API server of each connection
             samples = scrape(base)
             assert total(samples, "vllm:dspark_emitted_tokens_total") == 4 * 15
             assert total(samples, "vllm:dspark_accepted_tokens_total") > 0
-            _complete_catalog(samples)
+            check_catalog(samples, K)
         stock = total(samples, "vllm:spec_decode_num_accepted_tokens_total")
         assert stock == total(samples, "vllm:dspark_accepted_tokens_total")
     assert list(tmp_path.glob("vllm-dspark-metrics-*")) == []
     lines = (tmp_path / "server.log").read_text().splitlines()
     assert any("dspark: " in line and "100 % unplanned), AL " in line for line in lines)
-
-
-def _complete_catalog(samples):
-    for family in catalog(K):
-        if family.sparse or family.name in ("ece", "cost_ratio"):
-            continue  # may be empty
-        for name in family.sample_names:
-            assert name in samples, name
-            for labels in samples[name]:
-                own = dict(labels)
-                assert own.pop("model_name") == "tiny"
-                assert own.pop("engine") == "0"
-                assert "pid" not in own
-
-
-def test_metrics_off(pair, tmp_path):
-    with server(pair, tmp_path, options={"metrics": False}) as base:
-        assert complete(base, 6) == 6
-        assert not any("dspark" in name for name in scrape(base))
-        assert list(tmp_path.glob("vllm-dspark-metrics-*")) == []

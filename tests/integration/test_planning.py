@@ -23,6 +23,8 @@ SPEC = PairSpec(kind="markov", noise=0.2)
 DEAR = {"base_ms": 10.0, "per_token_ms": 1.0}
 # Rows are all that costs: no draft of this drafter can be worth verifying.
 HOPELESS = {"base_ms": 0.1, "per_token_ms": 10.0, "draft_ms": 10.0}
+# Eight full draft passes take as long as the step: few columns pay.
+COSTLY = {"base_ms": 40.0, "per_token_ms": 1.0, "draft_ms": 80.0, "narrow_share": 0.1}
 CHEAP = {"base_ms": 100.0, "per_token_ms": 0.05, "draft_ms": 0.1}
 
 
@@ -97,6 +99,41 @@ def test_trimming_keeps_the_output(
     else:
         assert box is None
         assert all(len(plan.windows) == plan.num_requests for plan in trimmed)
+
+
+@pytest.mark.parametrize(("windows", "drafts"), [("host", "greedy"), ("device", "probabilistic")])
+def test_narrow_passes_keep_the_output(
+    pair: Pair, expected: list[list[int]], tmp_path: Path, windows: str, drafts: str
+) -> None:
+    """Catches drafts of another position, rows of absent columns, a drafter that makes all K."""
+    table = write_cost_table(tmp_path / "table.json", **COSTLY)
+    speculative = dspark(
+        pair.drafter,
+        options(table, windows=windows, probe_interval=6),
+        draft_sample_method=drafts,
+    )
+    with engine(pair.target, speculative) as llm:
+        plans = watch_plans(llm)
+        blocks = []
+        ops = runner_of(llm).speculator.ops
+        sample_block = ops.sample_block
+
+        def noted(head: Any, batch: Any, *args: Any) -> None:
+            blocks.append(batch.base_logits.shape[1])
+            sample_block(head, batch, *args)
+
+        ops.sample_block = noted
+        outputs = token_lists(llm.generate(prompts(8), greedy(), use_tqdm=False))
+        scheduler = scheduler_of(llm)
+        totals, rows = scheduler.dspark_totals, scheduler.conductor.rows
+    assert outputs == expected
+    widths = [plan.columns for plan in plans if plan.draft_next]
+    assert {1, 2} & set(widths) and 7 in widths, widths
+    assert min(blocks) == min(widths)
+    assert [n for n in blocks if n < 7] == [n for n in widths if n < 7]
+    assert totals.accepted[0] > 0
+    assert totals.drafted[0] > totals.drafted[6] > 0
+    assert rows.invalid[0] == 0
 
 
 def test_cheap_rows_stay_native(pair: Pair, expected: list[list[int]], tmp_path: Path) -> None:
@@ -201,11 +238,14 @@ def test_measured_table_is_kept_for_the_next_start(
 
     measured: list[tuple[int, int]] = []
 
-    def timed(runner: Any, requests: int, tokens: int, kv_tokens: int) -> list[StepTiming]:
-        samples = real(runner, requests, tokens, kv_tokens)
+    def timed(
+        runner: Any, requests: int, tokens: int, kv_tokens: int, columns: int | None = None
+    ) -> list[StepTiming]:
+        samples = real(runner, requests, tokens, kv_tokens, columns)
         measured.append((tokens, kv_tokens))
         ms = 10.0 + tokens + kv_tokens / 1000
-        return [replace(sample, forward_ms=ms, draft_ms=2.0) for sample in samples]
+        draft_ms = 2.0 if columns is None else 0.5 + 0.2 * columns
+        return [replace(sample, forward_ms=ms, draft_ms=draft_ms) for sample in samples]
 
     real = profiling._measure
     monkeypatch.setattr(profiling, "_measure", timed)
@@ -216,6 +256,8 @@ def test_measured_table_is_kept_for_the_next_start(
         planner = scheduler_of(llm).conductor.planner
     assert planner is not None and planner.cost is not None
     assert planner.cost.table.draft.sizes == (1, 2)
+    assert planner.cost.draft_ms(2, 1) == pytest.approx(0.7)
+    assert planner.cost.draft_ms(2, 3) == pytest.approx(1.1)
     sizes = planner.cost.table.grids[StepMode.EAGER, StepShape.RAGGED].sizes
     assert sizes == (1, 2, 3, 4, 5, 6, 7, 8, 16)
     (file,) = tmp_path.glob("cost-table-*.json")

@@ -1,6 +1,6 @@
 """T>0: what DSpark engines emit has the target's law, exactly known for a tiny vocabulary.
 
-Every check gives a p-value; one below ALPHA = 1e-6 / 65 (Bonferroni over the 65 checks of this
+Every check gives a p-value; one below ALPHA = 1e-6 / 75 (Bonferroni over the 75 checks of this
 file) fails, so a correct engine fails the file with probability below 1e-6. Seeds are fixed: the
 outcome of an unchanged engine is the same each time.
 
@@ -61,6 +61,9 @@ VARIANTS = {
     "probabilistic-full": Variant(FULL),
     "probabilistic-random": Variant(
         {"test_windows": "random", "test_windows_seed": 22}, samplings=tuple(SAMPLINGS)
+    ),
+    "probabilistic-random-widths": Variant(
+        {"test_draft_width": "random", "test_windows": "random", "test_windows_seed": 23}
     ),
     "probabilistic-planned": Variant(
         {"scheduling": True}, samplings=("plain", "seeded-cool-top-k")

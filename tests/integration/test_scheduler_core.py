@@ -241,24 +241,115 @@ class TestExclusions:
         assert {len(d) for d in output.scheduled_spec_decode_tokens.values()} == {K}
 
 
-def test_settled_native_steps_learn_less_and_count_all(pair: Pair, tmp_path: Path) -> None:
-    """Catches bookkeeping that costs as much as planning, and metrics that lose steps over it."""
-    scheduler = bare_scheduler(pair, options(tmp_path, CHEAP), max_num_seqs=8)
-    worker = settled(scheduler, steps=40)
-    conductor, totals = scheduler.conductor, scheduler.dspark_totals
-    learned, steps = conductor.table.posterior.num_observed, totals.steps
-    batches = conductor.rows.states.sum()
-    for _ in range(80):
-        worker.step()
-    assert {plan.kind for plan in worker.plans} == {PlanKind.NATIVE}
-    assert totals.steps - steps == 80
-    # 8 requests, 3 of 7 drafts accepted: 4 judged; half of the steps are learned from
-    assert conductor.table.posterior.num_observed - learned == 40 * 8 * 4
-    assert conductor.rows.states.sum() - batches == 10 * 8, "one step in eight is planned"
-    slots = conductor.table.slots([f"r{i}" for i in range(8)])
-    left = scheduler.max_model_len - scheduler.requests["r0"].num_tokens
-    batch = conductor.table.batch(slots, np.full(8, K, np.int32), np.ones(8, np.int32))
-    assert set(batch.remaining.tolist()) == {left}
+class TestRest:
+    """Settled native steps, in which no request is looked at."""
+
+    def settle(self, pair: Pair, folder: Path, **changes: Any) -> tuple[Any, MadeUpWorker]:
+        length = 10_000
+        scheduler = bare_scheduler(
+            pair,
+            options(folder, CHEAP, **changes),
+            max_num_seqs=9,
+            max_model_len=length,
+            hf_overrides={"max_position_embeddings": length},
+        )
+        return scheduler, settled(scheduler, steps=70)
+
+    def test_learns_less_and_counts_all(self, pair: Pair, tmp_path: Path) -> None:
+        """Catches bookkeeping that costs as much as planning, and metrics that lose steps by it."""
+        scheduler, worker = self.settle(pair, tmp_path)
+        conductor, totals = scheduler.conductor, scheduler.dspark_totals
+        learned, steps = conductor.table.posterior.num_observed, totals.steps
+        batches, rows = conductor.rows.states.sum(), totals.request_steps
+        accepted, windows = totals.accepted.copy(), totals.windows.copy()
+        for _ in range(96):
+            worker.step()
+        assert {plan.kind for plan in worker.plans} == {PlanKind.NATIVE}
+        assert [plan.step_id for plan in worker.plans] == list(range(71, 167))
+        assert totals.steps - steps == 96
+        assert totals.request_steps - rows == 96 * 8
+        assert (totals.accepted - accepted).tolist() == [96 * 8] * 3 + [0] * 4
+        assert (totals.windows - windows)[K] == 96 * 8
+        assert totals.trimmed.sum() == 0
+        # 8 requests, 3 of 7 drafts accepted: 4 judged; 8 steps of 32 are learned from
+        assert conductor.table.posterior.num_observed - learned == 3 * 8 * 8 * 4
+        assert conductor.rows.states.sum() - batches == 3 * 8, "one step in 32 is planned"
+
+    def test_what_was_left_out_is_made_up_for(self, pair: Pair, tmp_path: Path) -> None:
+        """Catches stale stamps and remains after a rest: the table as if all had been looked at."""
+        scheduler, worker = self.settle(pair, tmp_path)
+        conductor = scheduler.conductor
+        while conductor.resting_batch() is None or conductor.resting_batch().done < 5:
+            worker.step()
+        add_request(scheduler, "new")
+        output = worker.step()
+        assert not order_of(output).at_rest and conductor.resting_batch() is None
+        order = order_of(worker.step())
+        names = [f"r{i}" for i in range(8)]
+        assert order.request_ids[:8] == names
+        assert set(order.draft_stamps.tolist()) == {order.step_id - 1}
+        slots = conductor.table.slots(names)
+        left = scheduler.max_model_len - scheduler.requests["r0"].num_tokens
+        assert set(conductor.table.remaining(slots).tolist()) == {left}
+
+    def test_a_stop_is_counted_by_request(self, pair: Pair, tmp_path: Path) -> None:
+        """Catches tokens behind a stop counted as accepted where nobody looks at requests."""
+        scheduler, worker = self.settle(pair, tmp_path)
+        conductor, totals = scheduler.conductor, scheduler.dspark_totals
+        while conductor.resting_batch() is None:
+            worker.step()
+        request = scheduler.requests["r3"]
+        request.max_tokens = request.num_output_tokens + 2  # of the 4 tokens of the next step
+        accepted, discarded = totals.accepted.copy(), totals.discarded.copy()
+        output = worker.step()
+        assert order_of(output).at_rest
+        assert "r3" not in scheduler.requests
+        assert (totals.accepted - accepted).tolist() == [8, 8, 7, 0, 0, 0, 0]
+        assert (totals.discarded - discarded).tolist() == [2]
+        assert order_of(worker.step()).request_ids == [f"r{i}" for i in range(8) if i != 3]
+
+    def test_drafts_that_vllm_left_out_end_it(self, pair: Pair, tmp_path: Path) -> None:
+        """Catches an order about drafts that are not in the step."""
+        scheduler, worker = self.settle(pair, tmp_path)
+        conductor, totals = scheduler.conductor, scheduler.dspark_totals
+        while conductor.resting_batch() is None:
+            worker.step()
+        scheduler.requests["r2"].spec_token_ids = [7] * 3
+        verified = totals.verified.copy()
+        order = order_of(worker.step())
+        assert not order.at_rest
+        assert order.num_drafts.tolist() == [7, 7, 3, 7, 7, 7, 7, 7]
+        assert order.plan.budget == 7 * 7 + 3
+        assert (totals.verified - verified).tolist() == [8, 8, 8, 7, 7, 7, 7]
+
+    def test_it_ends_before_a_request_does(self, pair: Pair, tmp_path: Path) -> None:
+        """Catches rest in steps whose drafts vLLM cuts, because a request is about to end."""
+        scheduler, worker = self.settle(pair, tmp_path)
+        conductor = scheduler.conductor
+        while conductor.resting_batch() is None:
+            worker.step()
+        conductor.wake()
+        request = scheduler.requests["r0"]
+        request.max_tokens = request.num_output_tokens + 60
+        slots = conductor.table.slots(["r0"])
+        conductor.table.set_remaining(slots, np.array([60]))
+        for _ in range(40):
+            left = request.max_tokens - request.num_output_tokens
+            if order_of(worker.step()).at_rest:
+                assert left > 2 * (K + 1)
+            if "r0" not in scheduler.requests:
+                break
+        assert "r0" not in scheduler.requests
+
+    def test_where_nothing_is_scheduled_most_steps_rest(self, pair: Pair, tmp_path: Path) -> None:
+        scheduler = bare_scheduler(pair, {"scheduling": False}, max_num_seqs=8)
+        worker = settled(scheduler)
+        totals, live = scheduler.dspark_totals, scheduler.conductor.table.live
+        steps, paired = totals.steps, live.paired.copy()
+        rested = sum(order_of(worker.step()).at_rest for _ in range(64))
+        assert totals.steps - steps == 64
+        assert 40 <= rested <= 48
+        assert (live.paired > paired).any(), "the calibration error is not followed any more"
 
 
 class TestPauses:

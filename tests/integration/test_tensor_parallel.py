@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.costs import write_cost_table
 from tests.support.engines import ENGINE_ENVIRONMENT, dspark, engine, token_lists
-from tests.support.pairs import PairSpec
+from tests.support.pairs import Pair, PairSpec
 
 pytestmark = pytest.mark.engine
 
@@ -29,20 +29,31 @@ print("RESULT" + json.dumps({"tokens": [list(o.outputs[0].token_ids) for o in ou
 """
 
 
-@pytest.mark.parametrize("windows", ["host", "device"])
-def test_ranks_agree_though_their_confidences_do_not(
-    build: Callable, tmp_path: Path, windows: str
-) -> None:
-    """Catches rank-local decisions: rank 1 sees every confidence one float step higher."""
-    if (os.cpu_count() or 1) < 2:
-        pytest.skip("two ranks need two cores")
-    pair = build(PairSpec(kind="markov", noise=0.2))
-    prompts = [{"prompt_token_ids": [10 + i, 20, 30]} for i in range(6)]
+PROMPTS = [{"prompt_token_ids": [10 + i, 20, 30]} for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def pair(build: Callable) -> Pair:
+    return build(PairSpec(kind="markov", noise=0.2))
+
+
+@pytest.fixture(scope="module")
+def expected(pair: Pair) -> list[list[int]]:
+    """Tokens of one rank without speculation."""
     with engine(pair.target) as llm:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-        expected = token_lists(llm.generate(prompts, params, use_tqdm=False))
+        return token_lists(llm.generate(PROMPTS, params, use_tqdm=False))
+
+
+@pytest.mark.parametrize("windows", ["host", "device"])
+def test_ranks_agree_though_their_confidences_do_not(
+    pair: Pair, expected: list[list[int]], tmp_path: Path, windows: str
+) -> None:
+    """Catches rank-local decisions: rank 1 sees every confidence one float step higher."""
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("two ranks need two cores")
     table = write_cost_table(tmp_path / "table.json", base_ms=10.0, per_token_ms=1.0)
     options = {
         "scheduling": "auto",
@@ -62,8 +73,7 @@ def test_ranks_agree_though_their_confidences_do_not(
             "max_model_len": 256,
             "max_num_seqs": 8,
             "kv_cache_memory_bytes": 64 << 20,
-        },
-        prompts,
+        }
     )
     assert result["tokens"] == expected
     first, second = result["seen"]
@@ -73,16 +83,15 @@ def test_ranks_agree_though_their_confidences_do_not(
         assert any(len(set(step.values())) > 1 for step in first), "windows were never ragged"
 
 
-def _run(settings: dict[str, Any], prompts: list[Any]) -> dict[str, Any]:
+def _run(settings: dict[str, Any]) -> dict[str, Any]:
     environment = {
         **os.environ,
         **ENGINE_ENVIRONMENT,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     environment.pop("VLLM_USE_V2_MODEL_RUNNER", None)
-    given = json.dumps({"llm": settings, "prompts": prompts})
+    given = json.dumps({"llm": settings, "prompts": PROMPTS})
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, given],
         env=environment,

@@ -175,6 +175,51 @@ class TestLazy:
             assert plan == replace(last, step_id=step)
         assert sum(worked_out) == 4
 
+    def test_the_longer_full_windows_are_best_the_less_is_planned(self):
+        """Catches planning that never ends, and a decision that is never looked at again."""
+        one = planner(PlannerOptions())
+        seen = uniform(2, 0.9)
+        planned = []
+        for step in range(641):
+            if one.shortcut(facts(step), seen.owner, seen.num_drafts) is None:
+                planned.append(step)
+                one.plan(facts(step), seen)
+        gaps = np.diff([step for step in planned if step >= 16]).tolist()
+        assert gaps == [8] * 6 + [32] * 6 + [64] * 6
+
+    def test_nothing_is_needed_of_most_steps_in_between(self):
+        """Catches rest up to the next planned step, which would then know of old outcomes only."""
+        one = planner(PlannerOptions())
+        seen = uniform(2, 0.9)
+        needed = []
+        for step in range(320):
+            if one.shortcut(facts(step), seen.owner, seen.num_drafts) is None:
+                one.plan(facts(step), seen)
+            needed.append(one.rest == 0)
+        assert sum(needed[64:256]) == 6 * 8 and all(needed[248:256])
+        assert not any(needed[256 : 320 - 8])
+
+    def test_steps_may_be_repeated_unseen(self):
+        """Catches a planner that loses count of steps it was not asked about."""
+        one, other = planner(PlannerOptions()), planner(PlannerOptions())
+        seen = uniform(2, 0.9)
+        step, skipped = 0, 0
+        while step < 300:
+            for each in (one, other):
+                if each.shortcut(facts(step), seen.owner, seen.num_drafts) is None:
+                    each.plan(facts(step), seen)
+            step += 1
+            ahead = one.rest_ahead
+            one.repeated(ahead)
+            for _ in range(ahead):
+                assert other.shortcut(facts(step), seen.owner, seen.num_drafts) is not None
+                assert other.rest > 1
+                step += 1
+            skipped += ahead
+            assert one.rest == other.rest
+        assert skipped > 150
+        assert planner(PlannerOptions()).rest_ahead == 0
+
     @pytest.mark.parametrize(
         "changes", [{"num_arrived": 1}, {"reserved_rows": 9}, {"mode": StepMode.MIXED}]
     )
@@ -188,17 +233,21 @@ class TestLazy:
         assert one.shortcut(facts(17), seen.owner, seen.num_drafts) is not None
 
     @pytest.mark.parametrize("device", [False, True])
-    def test_a_trimmed_step_of_a_large_batch_serves_one_more(self, device):
+    @pytest.mark.parametrize(("requests", "more"), [(64, 1), (128, 2), (192, 3)])
+    def test_a_trimmed_step_of_a_large_batch_serves_some_more(self, device, requests, more):
         """Catches a decision repeated for ever, or for other requests than it was about."""
         one = planner(replace(AT_ONCE, lazy=True, device_windows=device))
-        seen = uniform(128, 0.6)
+        seen = uniform(requests, 0.6)
         plan = one.plan(facts(1), seen)
         assert plan.kind is PlanKind.TRIM
         assert one.shortcut(facts(2), seen.owner[::-1], seen.num_drafts) is None
         assert one.shortcut(facts(2), seen.owner, seen.num_drafts - 1) is None
-        again = one.shortcut(facts(2), seen.owner, seen.num_drafts)
-        assert again == replace(plan, step_id=2)
-        assert one.shortcut(facts(3), seen.owner, seen.num_drafts) is None
+        for step in range(2, 2 + more):
+            assert one.rest == more - (step - 1)
+            again = one.shortcut(facts(step), seen.owner, seen.num_drafts)
+            assert again == replace(plan, step_id=step)
+        assert one.rest == 0
+        assert one.shortcut(facts(9), seen.owner, seen.num_drafts) is None
 
     @pytest.mark.parametrize(("requests", "rate", "fresh"), [(32, 0.4, False), (128, 0.6, True)])
     def test_small_batches_and_fresh_rows_are_planned_anew(self, requests, rate, fresh):
@@ -206,6 +255,12 @@ class TestLazy:
         seen = replace(uniform(requests, rate), fresh=fresh)
         assert one.plan(facts(1), seen).kind is PlanKind.TRIM
         assert one.shortcut(facts(2), seen.owner, seen.num_drafts) is None
+
+    def test_on_the_device_fresh_rows_are_used_in_any_case(self):
+        one = planner(replace(AT_ONCE, lazy=True, device_windows=True))
+        seen = replace(uniform(128, 0.6), fresh=True)
+        assert one.plan(facts(1), seen).kind is PlanKind.TRIM
+        assert one.shortcut(facts(2), seen.owner, seen.num_drafts) is not None
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,5 +1,7 @@
 """Per-request state: rows, owners, outcomes, and what is estimated from them."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -98,8 +100,33 @@ class TestRows:
 
     def test_rows_of_the_wrong_shape_are_refused(self):
         one, slots, _ = self.filled()
-        with pytest.raises(PlanError, match=r"\(2, 3\)"):
-            one.record_rows(slots, one.owners(slots), 6, np.zeros((2, 3)))
+        for shape in ((2, 5), (1, 4), (2, 0), (2,)):
+            with pytest.raises(PlanError, match=re.escape(str(shape))):
+                one.record_rows(slots, one.owners(slots), 6, np.zeros(shape))
+
+    @pytest.mark.parametrize("host", [False, True])
+    def test_columns_that_were_not_drafted_are_absent(self, host):
+        """They are as good as no row: ranked by what the request accepts, and not invalid."""
+        one, slots, rows = self.filled(host)
+        one.record_rows(slots, one.owners(slots), 6, rows[:, :2])
+        seen = one.batch(slots, drafts(2), stamps(2, 7))
+        prior = one.posterior.prior(True)
+        assert seen.counts.invalid == 0
+        if not host:
+            np.testing.assert_allclose(seen.acceptance[:2], rows[:, :2].T)
+            np.testing.assert_allclose(seen.acceptance[2:], np.stack([prior[2:]] * 2, axis=1))
+            return
+        # two columns are two opinions, whatever K is
+        opinion = rows[:, :2].sum(axis=1) - prior[:2].sum()
+        shift = 0.15 * opinion / (8.0 + 0.15 * 2)
+        np.testing.assert_allclose(seen.acceptance, prior[:, None] + shift, rtol=1e-5)
+
+    def test_an_invalid_column_of_a_narrow_row_is_counted(self):
+        one, slots, rows = self.filled()
+        narrow = rows[:, :2].copy()
+        narrow[0, 1] = np.nan
+        one.record_rows(slots, one.owners(slots), 6, narrow)
+        assert one.batch(slots, drafts(2), stamps(2, 7)).counts.invalid == 1
 
 
 class TestSlots:

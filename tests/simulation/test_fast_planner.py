@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from benchmarks import simulator_speed
 from tests.simulation.cases import (
     LARGE,
     SMALL,
@@ -25,21 +26,17 @@ NUM_CASES = 144
 def _compiled_step(a):
     """One step of the compiled planner: (kind, reason, budget, draft_next, windows), or None."""
     w = a.world
-    d, n, drafts, kv_tokens, mixed = entry.begin(w, a.load)
-    if d < 0:
+    rows, steps = w.totals[state.ROWS], w.rep[:, state.STEP].copy()
+    if not entry.run(w, a.learner, a.planner, a.options, a.load, a.requests, a.costs, 1):
         return None
-    made_by = int(w.slot[d, state.STAMP, w.batch[state.ORDER, 0]]) if n else 0
-    plan = entry.decide(
-        w, a.learner, a.planner, a.options, a.load, a.costs, d, n, drafts, kv_tokens, mixed
-    )
-    windows = tuple((w.batch[state.TAKEN, :n] + 1).tolist())
-    entry.schedule(w, a.load, a.requests, d, n)
-    entry.add(w, a.learner, a.load, a.requests, d)
-    entry.complete(w, a.load, a.requests, a.costs, d, n, plan[0], plan[3])
-    entry.learn(w, a.learner, a.planner, a.load, a.requests, d, n, made_by)
+    n = int(w.totals[state.ROWS] - rows)
     if not n:
         return ()
-    return KINDS[plan[0]], REASONS[plan[1]], int(plan[2]), bool(plan[3]), windows
+    (d,) = (w.rep[:, state.STEP] != steps).nonzero()[0]
+    last, taken = a.planner.state[d], w.batch[state.TAKEN, :n]
+    drafted = bool(last[state.SINCE_DRAFT] == 0)
+    kind, reason = KINDS[last[state.LAST_KIND]], REASONS[last[state.LAST_REASON]]
+    return kind, reason, int(taken.sum()), drafted, tuple((taken + 1).tolist())
 
 
 def _compare(seed: int, seen: Counter) -> int:
@@ -78,3 +75,18 @@ def test_compiled_planner_equals_planner(block: int) -> None:
     # Reasons that a simulated engine can meet must have been compared, or equality proves little.
     reached = {Reason.MIXED, Reason.NATIVE_BEST, Reason.TRIM_GAIN, Reason.SKIP_GAIN}
     assert reached <= seen.keys(), seen
+
+
+def test_speed_script_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Catches benchmarks/simulator_speed.py falling behind, and a simulator grown far slower.
+
+    CPU time; the benchmark shows well above a million steps a minute on a quiet core.
+    """
+    arguments = ["--requests-at-once", "64", "--steps", "400", "--real-steps", "20"]
+    monkeypatch.setattr("sys.argv", ["simulator_speed.py", *arguments])
+    simulator_speed.main()
+    lines = capsys.readouterr().out.splitlines()
+    for windows in ("host", "device"):
+        (line,) = [line for line in lines if line.startswith(f"ours ({windows} windows):")]
+        speed = float(line.split(" steps, ")[1].split(" a minute")[0].replace(",", ""))
+        assert speed > 250_000, line

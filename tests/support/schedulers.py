@@ -61,7 +61,7 @@ def add_request(scheduler: Any, name: str, prompt: Sequence[int] = (10, 20, 30),
 
 
 class MadeUpWorker:
-    """Runs a scheduler's steps: accepts by `accept`, drafts K tokens when told to."""
+    """Runs a scheduler's steps: accepts by `accept`, drafts what the scheduler output asks for."""
 
     def __init__(self, scheduler: Any, accept: Accept, confidence: float = 0.8) -> None:
         self.scheduler = scheduler
@@ -102,8 +102,8 @@ class MadeUpWorker:
         """Hand drafts to the scheduler, placeholders where none were made."""
         from vllm.v1.outputs import DraftTokenIds
 
-        ids = list(output.num_scheduled_tokens)
-        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, [[7] * self.width for _ in ids]))
+        ids, width = list(output.num_scheduled_tokens), output.num_spec_tokens_to_schedule
+        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, [[7] * width for _ in ids]))
 
     def _report(self, output: Any, order: Any, ids: list[str]) -> StepReport:
         for name in ids:
@@ -119,12 +119,15 @@ class MadeUpWorker:
             100 * len(ids),
             20.0,
             1.0,
+            order.draft_width,
         )
         return StepReport(
             order.step_id if order.draft_next else 0,
             tuple(ids),
             np.array([self._owners[name] for name in ids]),
-            np.full((len(ids), self.width), self._confidence, dtype=np.float32),
+            np.full(
+                (len(ids), output.num_spec_tokens_to_schedule), self._confidence, dtype=np.float32
+            ),
             (timing,),
             dict.fromkeys(ids, share) if on_device else None,
         )

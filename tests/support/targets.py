@@ -6,6 +6,7 @@ one, and the drafter's Markov head holds that function (W1 = normed embeddings, 
 perturbed). So drafts are accepted at a realistic rate whatever the layers in between are.
 """
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ class Family:
 
     model_type: str
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    # Llava around the text model; its vision tower is configured and has no weights
+    wrapped: bool = False
 
 
 _LINEAR = {
@@ -55,6 +58,8 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+# Started with `language_model_only`, so that nothing of the vision tower is needed.
+WRAPPED = Family("llama", wrapped=True)
 # Targets with recurrent states.
 HYBRIDS: dict[str, Family] = {
     "qwen3_next": Family(
@@ -73,8 +78,10 @@ def build_target_pair(folder: Path, family: str, spec: PairSpec) -> Pair:
 
 def build_target(folder: Path, family: str, spec: PairSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Write a target with its tokenizer; returns input embedding and output head, both [V, H]."""
-    kinds = {**FAMILIES, **HYBRIDS}
+    kinds = {**FAMILIES, **HYBRIDS, "llava": WRAPPED}
     made = _write_target(folder, kinds[family], spec)
+    if kinds[family].wrapped:
+        _wrap(folder)
     write_tokenizer(folder, spec)
     return made
 
@@ -127,3 +134,28 @@ def _write_target(folder: Path, kind: Family, spec: PairSpec) -> tuple[torch.Ten
         tensors.pop("lm_head.weight", None)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return embed, head
+
+
+def _wrap(folder: Path) -> None:
+    """Turn a text target into the language model of a Llava checkpoint."""
+    path = folder / "config.json"
+    text = json.loads(path.read_text())
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "text_config": text,
+        "vision_config": {
+            "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+            "projection_dim": 32,
+        },
+        "image_token_index": text["vocab_size"] - 1,
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    path.write_text(json.dumps(config, indent=1))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})

@@ -51,9 +51,12 @@ class Resolution:
 
 
 def planner_options(
-    config: DSparkConfig, resolution: Resolution, device_windows: bool
+    config: DSparkConfig,
+    resolution: Resolution,
+    device_windows: bool,
+    choose_width: bool = False,
 ) -> PlannerOptions:
-    """The planner's options from the user's."""
+    """The planner's options from the user's; choose_width: draft passes may be narrow."""
     return PlannerOptions(
         enabled=resolution.scheduling,
         min_gain=config.confidence_min_predicted_gain,
@@ -64,8 +67,10 @@ def planner_options(
         request_floor=config.request_floor,
         device_windows=device_windows,
         mixed=resolution.mixed,
+        choose_width=choose_width,
         test_windows=config.test_windows,
         test_windows_seed=config.test_windows_seed,
+        test_draft_width=config.test_draft_width if choose_width else None,
     )
 
 

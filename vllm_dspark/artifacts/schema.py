@@ -71,8 +71,17 @@ class StepGridRecord(GridRecord):
     shape: Literal["ragged", "native", "single"]
 
 
+class NarrowDraftRecord(GridRecord):
+    """Draft passes of fewer than K columns; sizes are request counts."""
+
+    columns: int = Field(ge=1)
+
+
 class CostTableRecord(_Record):
-    """Measured step times of one machine and model."""
+    """Measured step times of one machine and model.
+
+    narrow_draft: absent from tables of earlier versions, with which draft passes keep full width.
+    """
 
     kind: Literal["cost_table"] = "cost_table"
     version: Literal[1] = 1
@@ -82,13 +91,15 @@ class CostTableRecord(_Record):
     draft: GridRecord
     allocation_ms: float
     overhead_ms: float
+    narrow_draft: tuple[NarrowDraftRecord, ...] = ()
 
     def to_table(self) -> CostTable:
         """The table, checked; raises CostTableError if it cannot rank budgets."""
         grids = {
             (StepMode(grid.mode), StepShape(grid.shape)): grid.to_grid() for grid in self.grids
         }
-        table = CostTable(grids, self.draft.to_grid(), self.allocation_ms, self.overhead_ms)
+        narrow = {grid.columns: grid.to_grid() for grid in self.narrow_draft}
+        table = CostTable(grids, self.draft.to_grid(), self.allocation_ms, self.overhead_ms, narrow)
         table.validate()
         return table
 
@@ -107,6 +118,10 @@ class CostTableRecord(_Record):
                 "draft": GridRecord.cells_of(table.draft),
                 "allocation_ms": table.allocation_ms,
                 "overhead_ms": table.overhead_ms,
+                "narrow_draft": [
+                    {"columns": columns, **GridRecord.cells_of(grid)}
+                    for columns, grid in table.narrow.items()
+                ],
             }
         )
 

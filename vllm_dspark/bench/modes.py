@@ -8,6 +8,7 @@
 | pluginK   | the plugin with `"scheduling": false`    | the same                                  |
 | adaptive  | stock adaptive verification, no plugin   | not there: needs full CUDA graphs         |
 | ours      | the plugin as it is                      | the same                                  |
+| ours-full | with full draft width in every pass      | the same                                  |
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm_dspark.errors import DSparkError
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # No general plugins and none of our Triton backend: vLLM as if the plugin were not installed.
 _WITHOUT_US = {"VLLM_PLUGINS": "", "TRITON_BACKENDS_IN_TREE": "1"}
-_NAME = re.compile(r"off|off-v2|adaptive|ours|(?:fixed|plugin)([1-9][0-9]*)")
+_NAME = re.compile(r"off|off-v2|adaptive|ours|ours-full|(?:fixed|plugin)([1-9][0-9]*)")
 
 
 # Share of a GPU that vLLM wants to see free before it starts. With a KV cache of fixed size it has
@@ -47,8 +48,8 @@ class Mode:
         match = _NAME.fullmatch(name)
         if match is None:
             raise BenchError(
-                f"mode {name!r}: choose from off, off-v2, fixedK, pluginK, adaptive, ours, where "
-                "K is a number of drafts (fixed3)"
+                f"mode {name!r}: choose from off, off-v2, fixedK, pluginK, adaptive, ours, "
+                "ours-full, where K is a number of drafts (fixed3)"
             )
         return cls(name, int(match[1]) if match[1] else None)
 
@@ -62,7 +63,7 @@ class Mode:
 class PairSpec:
     """Target and drafter, as vLLM names models, and what all modes have in common.
 
-    width: K of `ours` and `adaptive`. plugin_options: the `"dspark"` object of `ours`.
+    width: K of `ours`, `ours-full` and `adaptive`. plugin_options: the `"dspark"` object of `ours`.
     speculative: more keys of the speculative config, for all modes with one (synthetic acceptance,
     `draft_sample_method`). engine: more engine arguments, for all modes. replayed: acceptance comes
     from recordings (integration/replay.py), in all modes with drafts.
@@ -104,7 +105,7 @@ class EngineLaunch:
     @property
     def times_steps(self) -> bool:
         """Whether the engine measures, while it starts, what its steps cost."""
-        return self.mode.name in ("ours", "adaptive")
+        return self.mode.name in ("ours", "ours-full", "adaptive")
 
 
 def launch(mode: Mode, pair: PairSpec, *, is_cpu: bool) -> EngineLaunch:
@@ -148,8 +149,11 @@ def _speculation(
         return {**_WITHOUT_US, **runner}, None
     if mode.name == "off-v2":
         return {"VLLM_USE_V2_MODEL_RUNNER": "1", **({} if is_cpu else _WITHOUT_US)}, None
-    if mode.name == "ours":
-        return {}, {**base, "num_speculative_tokens": width, "dspark": pair.plugin_options}
+    if mode.name.startswith("ours"):
+        options = dict(pair.plugin_options)
+        if mode.name == "ours-full":
+            options["draft_width"] = "full"
+        return {}, {**base, "num_speculative_tokens": width, "dspark": options}
     if mode.name.startswith("plugin") or (mode.is_fixed and is_cpu):
         options = {**_unscheduled(pair.plugin_options), "scheduling": False}
         return {}, {**base, "num_speculative_tokens": width, "dspark": options}

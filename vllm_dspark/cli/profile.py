@@ -186,6 +186,7 @@ def _as_timing(item: dict[str, Any]) -> StepTiming:
         kv_tokens=item["kv_tokens"],
         forward_ms=item["forward_ms"],
         draft_ms=item["draft_ms"],
+        draft_width=item["draft_width"] or None,
     )
 
 
@@ -208,6 +209,8 @@ def _relative(shares: dict[str, list[StepTiming]], table: CostTable) -> dict[str
     for name, timings in sorted(shares.items()):
         ratios = []
         for timing in timings:
+            if timing.draft_width is not None:
+                continue
             grid = table.grids[timing.mode, timing.shape]
             row, column = (
                 grid.kv_tokens.index(timing.kv_tokens),
@@ -259,4 +262,10 @@ def curve(record: CostTableRecord) -> Table:
         spread_ms = f"{draft.spread_ms[0][index]:.2f}"
         drafted = f"draft, {requests}"
         view.add_row(drafted, f"{draft.median_ms[0][index]:.2f}", *blanks, spread_ms, "")
+    for narrow in record.narrow_draft:
+        for index, requests in enumerate(narrow.sizes):
+            blanks = [""] * (len(grid.kv_tokens) - 1)
+            spread_ms = f"{narrow.spread_ms[0][index]:.2f}"
+            drafted = f"{narrow.columns} columns, {requests}"
+            view.add_row(drafted, f"{narrow.median_ms[0][index]:.2f}", *blanks, spread_ms, "")
     return view

@@ -112,7 +112,12 @@ CONTRACT: tuple[Symbol, ...] = (
     ),
     Symbol("v1/worker/gpu/sample/states.py", "SamplingStates", fields=("seeds_set", "temperature")),
     Symbol(_RUNNER, "GPUModelRunner.finish_requests", params=("scheduler_output",)),
-    Symbol(f"{_SPEC}/dspark/speculator.py", "DSparkSpeculator", bases=("DFlashSpeculator",)),
+    Symbol(
+        f"{_SPEC}/dspark/speculator.py",
+        "DSparkSpeculator",
+        fields=("sample_from_anchor", "_anchor_idx"),
+        bases=("DFlashSpeculator",),
+    ),
     Symbol(
         f"{_SPEC}/dspark/speculator.py",
         "DSparkSpeculator._sample_sequential",
@@ -190,13 +195,24 @@ CONTRACT: tuple[Symbol, ...] = (
         params=("num_draft_tokens", "num_accepted_tokens", "request_id"),
     ),
     Symbol(
+        "v1/core/sched/scheduler.py",
+        "Scheduler.update_draft_token_ids",
+        params=("draft_token_ids",),
+    ),
+    Symbol("v1/outputs.py", "DraftTokenIds", fields=("req_ids", "draft_token_ids")),
+    Symbol(
         "v1/core/sched/scheduler.py", "Scheduler", fields=("running", "requests", "num_spec_tokens")
     ),
     Symbol("v1/core/sched/async_scheduler.py", "AsyncScheduler", bases=("Scheduler",)),
     Symbol(
         "v1/core/sched/output.py",
         "SchedulerOutput",
-        fields=("scheduled_spec_decode_tokens", "num_scheduled_tokens", "preempted_req_ids"),
+        fields=(
+            "scheduled_spec_decode_tokens",
+            "num_scheduled_tokens",
+            "preempted_req_ids",
+            "num_spec_tokens_to_schedule",
+        ),
     ),
     Symbol("v1/outputs.py", "ModelRunnerOutput", fields=("req_ids", "sampled_token_ids")),
     # The CUSTOM attention backend (attention_backend.py).

@@ -52,9 +52,8 @@ class DeviceWindows:
 
         owners: owner ids of the requests that have drafts in the step, in any order.
         """
-        self._plan, self._order = None, None
+        self.stand_aside()
         if order.plan is None or order.plan.kind is not PlanKind.TRIM:
-            self.box.drop()
             return False
         self.box.put(order.plan)
         plan = self.box.take(order.step_id, request_digest(owners), owners.size, self._width)
@@ -68,6 +67,11 @@ class DeviceWindows:
             return False
         self._plan, self._order = plan, order
         return True
+
+    def stand_aside(self) -> None:
+        """The coming step is not ours: whatever plan is still here was about another one."""
+        self._plan, self._order = None, None
+        self.box.drop()
 
     def record(self, step_id: int, idx_mapping: IntArray, logits: torch.Tensor) -> None:
         """Note the rows that the draft pass of `step_id` wrote; logits: [n, K], batch order."""
@@ -155,8 +159,8 @@ class HostTensorWindows(DeviceWindows):
         self._admitted: dict[str, int] = {}
 
     def record(self, step_id: int, idx_mapping: IntArray, logits: torch.Tensor) -> None:
-        """Keep the rows, as probabilities."""
-        self._rows[:, idx_mapping] = torch.sigmoid(logits).numpy().T
+        """Keep the rows, as probabilities; no request has drafts beyond the columns drafted."""
+        self._rows[: logits.shape[1], idx_mapping] = torch.sigmoid(logits).numpy().T
         self._row_stamp[idx_mapping] = step_id
 
     def admitted(self) -> Callable[[], dict[str, int]]:

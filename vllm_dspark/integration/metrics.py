@@ -1,8 +1,9 @@
 """Engine-core side of metrics: gathers the running sums once per step and publishes them.
 
 Publishing is one concatenation of arrays that live elsewhere (metrics_totals.py, outcomes.py) and
-one copy into the mapped file, so it can be done at every step and nothing is lost when an engine
-goes idle. What costs more than that (calibration error, drift) is worked out once a second.
+one copy into the mapped file. It is done at most every 0.2 s while steps follow each other, and at
+once where a request ends, so that nothing is lost when an engine goes idle. What costs more than
+that (calibration error, drift) is worked out once a second.
 """
 
 import time
@@ -22,8 +23,9 @@ from vllm_dspark.integration.metrics_log import SummaryLog
 from vllm_dspark.integration.metrics_totals import PlanTotals
 from vllm_dspark.integration.outcomes import OutcomeTotals, StepOutcomes
 from vllm_dspark.integration.report import StepOrder, StepReport
-from vllm_dspark.planning.plan import PlanKind
+from vllm_dspark.planning.plan import PlanKind, VerifyPlan
 
+_PERIOD_S = 0.2  # between publications while steps follow each other
 _SLOW_PERIOD_S = 1.0
 _GRID_INDEX = {name: i for i, name in enumerate(COST_GRIDS)}
 
@@ -40,14 +42,16 @@ class EngineMetrics:
     ) -> None:
         width = totals.num_speculative_tokens
         self.families = catalog(width, conductor.off_reason)
-        self.plans = PlanTotals()
+        self.plans = PlanTotals(width)
         self.sinks: list[Sink] = []
         self.log: SummaryLog | None = None
         self._conductor = conductor
         self._totals = totals
         self._drift_limit = drift_limit
         self._clock = clock
-        self._next_slow = clock()
+        self._next_slow = self._next_publication = clock()
+        self._rested: tuple[VerifyPlan, int, int] | None = None  # plan, steps, tokens
+        self._rested_unplanned = 0
         self._ece = np.full(width, np.nan)
         self._cost_ratio = np.full(len(COST_GRIDS), np.nan)
         self._single = {
@@ -81,22 +85,58 @@ class EngineMetrics:
         return metrics
 
     def step(
-        self, order: StepOrder, outcomes: StepOutcomes | None, report: StepReport | None
+        self,
+        order: StepOrder,
+        outcomes: StepOutcomes | None,
+        report: StepReport | None,
+        *,
+        last: bool = True,
     ) -> None:
-        """Count one step that has come back, and publish."""
-        if self.log is not None:
-            self.log.tick(self._values)
+        """Count one step that has come back, and publish.
+
+        last: no step may follow soon; while steps do, a publication now and then is enough.
+        """
         plan = order.plan
-        self.plans.add(plan, float(outcomes.emitted.sum()) if outcomes is not None else 0.0)
-        if plan is None:
-            if order.request_ids:
-                off = self._conductor.off_reason
-                self.plans.decline("scheduling_off" if off else "no_cost_table")
-        elif self._conductor.device_windows and plan.kind is PlanKind.TRIM:
+        if plan is None and order.request_ids:
+            off = self._conductor.off_reason
+            self.plans.decline("scheduling_off" if off else "no_cost_table")
+        elif plan is not None and self._conductor.device_windows and plan.kind is PlanKind.TRIM:
             refused = report is not None and report.admitted is None
             if refused:
                 self.plans.decline("plan_refused")
-        self.publish()
+        emitted = float(np.add.reduce(outcomes.emitted)) if outcomes is not None else 0.0
+        self.plans.add(plan, emitted)
+        self._publish_if_due(last)
+
+    def step_at_rest(self, order: StepOrder, emitted: int) -> None:
+        """Count a step of which nothing else is to be known; others follow."""
+        plan = order.plan
+        if plan is None:
+            self._rested_unplanned += 1
+        elif self._rested is not None and self._rested[0].reason is plan.reason:
+            self._rested = (self._rested[0], self._rested[1] + 1, self._rested[2] + emitted)
+        else:
+            self._count_rested()
+            self._rested = (plan, 1, emitted)
+        self._publish_if_due(last=False)
+
+    def _count_rested(self) -> None:
+        """Add the steps at rest that were only noted; they repeat one plan."""
+        if self._rested_unplanned:
+            self.plans.add(None, 0.0, self._rested_unplanned)
+            self.plans.decline("scheduling_off", self._rested_unplanned)
+            self._rested_unplanned = 0
+        if self._rested is not None:
+            plan, steps, emitted = self._rested
+            self.plans.add(plan, float(emitted), steps)
+            self._rested = None
+
+    def _publish_if_due(self, last: bool) -> None:
+        now = self._clock()
+        if self.log is not None:
+            self.log.tick(self._values)
+        if last or now >= self._next_publication:
+            self.publish()
 
     def close(self) -> None:
         """Write what is left of the log and take the files away."""
@@ -110,8 +150,12 @@ class EngineMetrics:
 
     def publish(self) -> None:
         """Bring all values up to date, here and in the files."""
-        if self._clock() >= self._next_slow:
+        now = self._clock()
+        self._next_publication = now + _PERIOD_S
+        if now >= self._next_slow:
             self._refresh()
+        self._totals.derive()
+        self._count_rested()
         np.concatenate(self._arrays, out=self._values)
         for sink in self.sinks:
             sink.publish(self._values)
@@ -135,7 +179,7 @@ class EngineMetrics:
 
     def _sources(self) -> list[npt.NDArray[Any]]:
         """The arrays behind the families, in catalog order."""
-        totals, plans, single = self._totals, self.plans, self._single
+        totals, plans, single = self._totals, self.plans, self._single  # rows are views
         rows, times, live = self._conductor.rows, self._conductor.times, self._conductor.table.live
         by_name: dict[str, npt.NDArray[Any]] = {
             "drafted_tokens": totals.drafted,
@@ -151,6 +195,8 @@ class EngineMetrics:
             "draft_width": np.array([totals.num_speculative_tokens]),
             "steps": plans.steps,
             "draft_passes": plans.drafted,
+            "draft_pass_width": plans.pass_width,
+            "draft_pass_reasons": plans.width_reasons,
             "skipped_draft_passes": plans.skipped,
             "probes": plans.probes,
             "paired_drafts": live.paired,

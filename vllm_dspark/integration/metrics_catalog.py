@@ -13,6 +13,7 @@ from typing import Literal
 
 from vllm_dspark.planning.cost import StepMode, StepShape
 from vllm_dspark.planning.plan import PlanKind, Reason
+from vllm_dspark.planning.width import WidthReason
 
 ENGINE_LABELS = ("model_name", "engine")
 PREFIX = "vllm:dspark_"
@@ -21,6 +22,8 @@ PREFIX = "vllm:dspark_"
 UNPLANNED = "unplanned"
 STEP_KINDS = (*(kind.value for kind in PlanKind), UNPLANNED)
 STEP_REASONS = (*(reason.value for reason in Reason), UNPLANNED)
+
+WIDTH_REASONS = tuple(reason.value for reason in WidthReason)
 
 # Upper bounds of measured / predicted step time.
 RATIO_BOUNDS = (0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, math.inf)
@@ -106,7 +109,7 @@ def catalog(width: int, off_reason: str = "") -> tuple[Family, ...]:
     """All families of an engine of draft width K; off_reason: why its scheduling is off."""
     return (
         *_token_families(width),
-        *_step_families(),
+        *_step_families(width),
         *_quality_families(width),
         *_cost_families(),
         Family(
@@ -157,7 +160,7 @@ def _token_families(width: int) -> tuple[Family, ...]:
     )
 
 
-def _step_families() -> tuple[Family, ...]:
+def _step_families(width: int) -> tuple[Family, ...]:
     return (
         Family(
             "steps",
@@ -168,6 +171,20 @@ def _step_families() -> tuple[Family, ...]:
             sparse=True,
         ),
         _counter("draft_passes", "Steps that ended with a draft pass."),
+        Family(
+            "draft_pass_width",
+            "histogram",
+            "Columns that a draft pass drafted, of K (`vllm:dspark_draft_width`).",
+            bounds=(*(float(v) for v in range(1, width + 1)), math.inf),
+        ),
+        _labelled(
+            "draft_pass_reasons",
+            "Draft passes by why they had their width: full (the step is native, or nothing "
+            "narrower is on offer), best, held (another width pays more, not yet for long enough), "
+            "probe (full width, to see what the columns beyond are worth), forced.",
+            "reason",
+            WIDTH_REASONS,
+        ),
         _counter("skipped_draft_passes", "Steps that left drafting out."),
         _counter("probes", "Draft passes made only to see whether drafting pays again."),
     )

@@ -6,55 +6,69 @@ no rejection; and tokens behind a stop are cut from the output, so they were not
 object is handed out by reference, so it is filled again once vLLM's update is over.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_dspark.integration.outcomes import StepOutcomes
+from vllm_dspark.integration.report import StepOrder
+
+
+def emitting(outputs: Mapping[int, Any], order: StepOrder) -> set[str] | None:
+    """Requests that this update of vLLM's scheduler has added tokens to; None: all of the order.
+
+    outputs: what `update_from_output` returned. It drops what comes in for requests that have ended
+    meanwhile, and hands out one entry, in scheduler order, for every request it has dealt with.
+    """
+    if order.num_scheduled is not None and len(outputs) == 1:
+        (only,) = outputs.values()
+        entries = only.outputs
+        # Nobody else was scheduled, and errors, which come last, have no tokens.
+        if len(entries) == len(order.request_ids) and entries and entries[-1].new_token_ids:
+            return None
+    return {
+        entry.request_id
+        for part in outputs.values()
+        for entry in part.outputs
+        if entry.new_token_ids
+    }
 
 
 class Corrections:
     """Of one scheduler; used around each `update_from_output`."""
 
     def __init__(self) -> None:
-        self.counted: set[str] = set()  # requests whose verification vLLM took note of
-        self._stats: Any = None
+        self.stats: Any = None  # vLLM's, of the update under way; it counts for the first request
         self._of_request: dict[str, Any] = {}  # per-request metrics, where the user asked for them
 
     def begin(self, scheduler: Any, request_ids: Sequence[str]) -> None:
         """Before vLLM's update."""
-        self.counted = set()
-        self._stats = None
+        self.stats = None
         self._of_request = {}
-        if getattr(scheduler, "spec_decode_metrics_level", "none") != "none":
+        if per_request(scheduler):
             for name in request_ids:
                 request = scheduler.requests.get(name)
                 if request is not None and request.spec_decode_metrics is not None:
                     self._of_request[name] = request.spec_decode_metrics
 
-    def note(self, make: Callable[..., Any], stats: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for vLLM's `make_spec_decoding_stats`, once per verified request."""
-        name = kwargs["request_id"] if "request_id" in kwargs else args[-1]
-        self.counted.add(name)
-        if stats is None:
-            self._stats = stats = make(stats, *args, **kwargs)
-        return stats
-
     def apply(self, outcomes: StepOutcomes | None) -> None:
         """After vLLM's update: the numbers of the outcomes in place of vLLM's."""
         if outcomes is None:
             return
-        if self._stats is not None:
-            self._fill(outcomes)
+        if self.stats is not None:
+            _, admitted, verified, _, accepted = outcomes.reached.tolist()
+            self.fill(admitted[0], verified, accepted)
         if self._of_request:
             self._correct_requests(outcomes)
 
-    def _fill(self, outcomes: StepOutcomes) -> None:
-        stats, (_, admitted, verified, _, accepted) = self._stats, outcomes.reached.tolist()
-        stats.num_drafts = admitted[0]
-        stats.num_draft_tokens = sum(verified)
-        stats.num_accepted_tokens = sum(accepted)
-        stats.num_draft_tokens_per_pos = verified
-        stats.num_accepted_tokens_per_pos = accepted
+    def fill(self, num_rows: int, verified: list[int], accepted: list[int]) -> None:
+        """Requests with drafts, and how many of them had theirs verified and accepted, [K] each."""
+        stats = self.stats
+        if stats is not None:
+            stats.num_drafts = num_rows
+            stats.num_draft_tokens = sum(verified)
+            stats.num_accepted_tokens = sum(accepted)
+            stats.num_draft_tokens_per_pos = verified
+            stats.num_accepted_tokens_per_pos = accepted
 
     def _correct_requests(self, outcomes: StepOutcomes) -> None:
         """Per-request metrics: vLLM has added (sampled - 1, scheduled) to each of them."""
@@ -62,12 +76,13 @@ class Corrections:
             outcomes.request_ids,
             outcomes.sampled.tolist(),
             outcomes.accepted.tolist(),
+            outcomes.scheduled.tolist(),
             (outcomes.scheduled - outcomes.admitted).tolist(),
             strict=True,
         )
-        for name, sampled, accepted, not_verified in rows:
+        for name, sampled, accepted, scheduled, not_verified in rows:
             metrics = self._of_request.get(name)
-            if metrics is None or name not in self.counted:
+            if metrics is None or not scheduled:
                 continue
             metrics.histogram[sampled - 1] -= 1
             metrics.histogram[accepted] += 1
@@ -75,3 +90,8 @@ class Corrections:
             if metrics.per_step_accepted:
                 metrics.per_step_accepted[-1] = accepted
                 metrics.per_step_drafted[-1] -= not_verified
+
+
+def per_request(scheduler: Any) -> bool:
+    """Whether vLLM keeps acceptance counts of single requests."""
+    return getattr(scheduler, "spec_decode_metrics_level", "none") != "none"

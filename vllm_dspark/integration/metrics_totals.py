@@ -16,16 +16,19 @@ from vllm_dspark.integration.metrics_catalog import (
     STEP_KINDS,
     STEP_REASONS,
     UNPLANNED,
+    WIDTH_REASONS,
 )
 from vllm_dspark.planning.cost import StepTiming
 from vllm_dspark.planning.online_cost import CostModel
 from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan
 from vllm_dspark.planning.table import RequestBatch
+from vllm_dspark.planning.width import WidthReason
 
 Values = npt.NDArray[np.float64]
 
 _KIND_INDEX = {kind: i * len(STEP_REASONS) for i, kind in enumerate(PlanKind)}
 _REASON_INDEX = {reason: i for i, reason in enumerate(Reason)}
+_WIDTH_REASON_INDEX = {reason: i for i, reason in enumerate(WidthReason)}
 _UNPLANNED = len(STEP_KINDS) * len(STEP_REASONS) - 1
 _FALLBACK_INDEX = {name: i for i, name in enumerate(FALLBACKS)}
 _FALLBACK_OF = {
@@ -72,7 +75,7 @@ class StepTimes:
             return
         predicted, measured, draft = priced[1], timing.forward_ms, timing.draft_ms
         if draft is not None:
-            predicted += cost.draft_ms(timing.num_requests)
+            predicted += cost.draft_ms(timing.num_requests, timing.draft_width)
             measured += draft
         if not (math.isfinite(measured) and timing.forward_ms > 0.0 and predicted > 0.0):
             return
@@ -86,9 +89,11 @@ class StepTimes:
 
 
 class PlanTotals:
-    """Steps by kind and reason, draft passes, and what plans promised."""
+    """Steps by kind and reason, draft passes, and what plans promised; width: K."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
+        self.pass_width: Values = np.zeros(width + 2)  # by columns, then none (+Inf), then the sum
+        self.width_reasons: Values = np.zeros(len(WIDTH_REASONS))
         self.steps: Values = np.zeros(len(STEP_KINDS) * len(STEP_REASONS))  # kind-major
         self.drafted: Values = np.zeros(1)
         self.skipped: Values = np.zeros(1)
@@ -97,26 +102,35 @@ class PlanTotals:
         self.realised: Values = np.zeros(1)
         self.fallbacks: Values = np.zeros(len(FALLBACKS))
 
-    def add(self, plan: VerifyPlan | None, emitted: float) -> None:
-        """Count one executed step; emitted: tokens its verification rows added to outputs."""
+    def add(self, plan: VerifyPlan | None, emitted: float, steps: int = 1) -> None:
+        """Count executed steps of equal plans; emitted: tokens that they added to outputs."""
         if plan is None:
-            self.steps[_UNPLANNED] += 1.0
-            self.drafted[0] += 1.0
+            self.steps[_UNPLANNED] += steps
+            self._drafted(self.pass_width.size - 2, WidthReason.FULL, steps)
             return
-        self.steps[_KIND_INDEX[plan.kind] + _REASON_INDEX[plan.reason]] += 1.0
-        (self.drafted if plan.draft_next else self.skipped)[0] += 1.0
+        self.steps[_KIND_INDEX[plan.kind] + _REASON_INDEX[plan.reason]] += steps
+        if plan.draft_next:
+            self._drafted(plan.columns, plan.width_reason, steps)
+        else:
+            self.skipped[0] += steps
         if plan.reason is Reason.PROBE_DRAFT:
-            self.probes[0] += 1.0
+            self.probes[0] += steps
         if plan.predicted_tokens > 0.0:
-            self.predicted[0] += plan.predicted_tokens
+            self.predicted[0] += plan.predicted_tokens * steps
             self.realised[0] += emitted
         declined = _FALLBACK_OF.get(plan.reason)
         if declined is not None:
-            self.fallbacks[declined] += 1.0
+            self.fallbacks[declined] += steps
 
-    def decline(self, reason: str) -> None:
+    def _drafted(self, columns: int, reason: WidthReason, passes: int) -> None:
+        self.drafted[0] += passes
+        self.pass_width[columns - 1] += passes
+        self.pass_width[-1] += columns * passes
+        self.width_reasons[_WIDTH_REASON_INDEX[reason]] += passes
+
+    def decline(self, reason: str, times: int = 1) -> None:
         """Count something the plugin declined; reason: a key of FALLBACKS."""
-        self.fallbacks[_FALLBACK_INDEX[reason]] += 1.0
+        self.fallbacks[_FALLBACK_INDEX[reason]] += times
 
     def by_kind(self) -> dict[str, float]:
         """Steps per kind of plan."""

@@ -6,8 +6,10 @@ throughout: at 256 requests an object per request would cost more than planning.
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -60,11 +62,51 @@ def reach(columns: Sequence[Counts], width: int) -> Counts:
     return reached
 
 
+class StepReach:
+    """The five rows of `StepOutcomes.reached` where nobody stopped, at few passes over requests.
+
+    What counts is known from how many requests have which pair (verified, sampled): one histogram
+    of pairs, and a linear map from it to the rows.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        verified = np.arange(width + 1)[:, None]
+        accepted = np.minimum(np.arange(-1, width + 1), verified)  # [K + 1, K + 2]
+        judged = np.minimum(verified, accepted + 1)
+        columns = np.stack([np.broadcast_to(verified, accepted.shape), judged, accepted])
+        position = np.arange(width)[:, None]
+        self._map = (columns.reshape(3, 1, -1) > position).reshape(3 * width, -1).astype(np.float64)
+        self._known: tuple[Counts, Counts] | None = None  # drafts and their row, the last ones
+
+    def of(self, drafted: Counts, admitted: Counts, scored: Counts, sampled: Counts) -> Counts:
+        """[5, K] of requests with these counts, [n] each."""
+        pairs = scored * (self.width + 2)
+        pairs = pairs + sampled
+        histogram = np.bincount(pairs, minlength=self._map.shape[1])
+        reached = np.empty((5, self.width), dtype=np.int64)
+        reached[2:] = (self._map @ histogram).reshape(3, -1)
+        reached[1] = reached[2] if admitted is scored else reach((admitted,), self.width)
+        reached[0] = reached[1] if drafted is admitted else self._row(drafted)
+        return reached
+
+    def _row(self, drafted: Counts) -> Counts:
+        if self._known is None or self._known[0] is not drafted:
+            self._known = (drafted, reach((drafted,), self.width))
+        return self._known[1]
+
+
+def token_counts(model_runner_output: Any) -> Counts:
+    """[m] sampled tokens of each request, at most 255, in the order of the worker's batch."""
+    lengths = bytes(map(len, model_runner_output.sampled_token_ids))
+    return np.frombuffer(lengths, dtype=np.uint8).astype(np.int64)
+
+
 class PendingOutcomes:
-    """One step's outcomes, taken before vLLM's update and finished after it.
+    """One step's outcomes, finished after vLLM's update.
 
     vLLM shortens the lists of sampled tokens in place where a request stops, so what was sampled
-    is known before its update and what was emitted after it.
+    is known before its update (`token_counts`) and what was emitted after it.
     """
 
     def __init__(
@@ -72,93 +114,84 @@ class PendingOutcomes:
         scheduler_output: Any,
         model_runner_output: Any,
         order: StepOrder,
-        width: int,
-        is_alive: Callable[[str], bool],
+        step_reach: StepReach,
+        counts: Counts,
+        places: Counts | None,
+        complete: bool = False,
     ) -> None:
-        self._width = width
+        """counts: before vLLM's update; places: of the order's requests in it, -1 where they are
+        not, complete: all are there (batches.WorkerOrder)."""
+        self._reach = step_reach
         self._order = order
         self._verified: Mapping[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
         self._invalid: Mapping[str, int] = scheduler_output.num_invalid_spec_tokens or {}
+        self._output = model_runner_output
         self.request_ids: list[str] = []  # whose drafts may have an outcome
-        self._rows: list[int] | None = None  # their places in the order; None: all of it
-        self._tokens: list[list[int]] = []
-        self._sampled: list[int] = []
-        self._in_order = False
-        sampled = model_runner_output.sampled_token_ids
-        index_of = model_runner_output.req_id_to_index
-        names = order.request_ids
-        if not sampled or not names:
+        self._rows: Counts | None = None  # their places in the order; None: all of it
+        self._places = places
+        self._sampled = counts
+        if not counts.size or not order.request_ids:
             return
-        places = [index_of.get(name) for name in names]
-        # As a rule every request verifies, in scheduler order: no need to look each of them up.
-        self._in_order = None not in places and list(self._verified) == names
-        if self._in_order:
-            tokens = [sampled[place] for place in places]
-            self.request_ids = names
-        else:
-            tokens = self._some(sampled, places, is_alive)
-        if not all(tokens):  # only a chunk of a resumed prefill
-            self._keep([i for i, given in enumerate(tokens) if given])
-            tokens = [given for given in tokens if given]
-        self._tokens = tokens
-        self._sampled = list(map(len, tokens))
+        self.request_ids = order.request_ids
+        if places is not None:
+            self._sampled = counts[places]
+            if not complete:
+                self._sampled[places < 0] = 0
+        if np.count_nonzero(self._sampled) < self._sampled.size:
+            # A request that was left out, or a chunk of a resumed prefill.
+            self._keep(self._sampled.nonzero()[0])
 
-    def _some(
-        self, sampled: list[list[int]], places: list[int | None], is_alive: Callable[[str], bool]
-    ) -> list[list[int]]:
-        """Tokens of those requests of the order that are in the step and still of interest."""
-        verified, names = self._verified, self._order.request_ids
-        rows, tokens = [], []
-        for i, (name, place) in enumerate(zip(names, places, strict=True)):
-            if place is not None and (name in verified or is_alive(name)):
-                rows.append(i)
-                tokens.append(sampled[place])
-        self.request_ids = [names[i] for i in rows]
-        self._rows = rows
-        return tokens
+    def _keep(self, kept: Counts) -> None:
+        """Go on with some of the rows."""
+        rows, names = self._rows, self.request_ids
+        self._rows = kept if rows is None else rows[kept]
+        self._places = kept if self._places is None else self._places[kept]
+        self._sampled = self._sampled[kept]
+        self.request_ids = [names[i] for i in kept.tolist()]
 
-    def _keep(self, kept: list[int]) -> None:
-        rows = self._rows
-        self._rows = kept if rows is None else [rows[i] for i in kept]
-        self.request_ids = [self.request_ids[i] for i in kept]
-
-    def finish(self, counted: set[str], on_device: Mapping[str, int] | None) -> StepOutcomes | None:
+    def finish(
+        self,
+        emitting: AbstractSet[str] | None,
+        on_device: Mapping[str, int] | None,
+        *,
+        stopped: bool = True,
+    ) -> StepOutcomes | None:
         """The outcomes; None if there are none.
 
-        counted: requests whose verification vLLM took note of (it drops what comes in for requests
-        that have ended meanwhile); on_device: drafts that the worker let through.
+        emitting: requests that vLLM has added tokens to, None for all (it drops what comes in for
+        requests that have ended meanwhile); on_device: drafts that the worker let through;
+        stopped: some request may have stopped in vLLM's update.
         """
-        verified, order = self._verified, self._order
-        if not counted.issuperset(self.request_ids):
-            ids = self.request_ids
-            keep = [i for i, n in enumerate(ids) if n in counted or n not in verified]
-            self._tokens = [self._tokens[i] for i in keep]
-            self._sampled = [self._sampled[i] for i in keep]
-            self._keep(keep)
-        names = self.request_ids
+        if emitting is not None:
+            kept = [i for i, name in enumerate(self.request_ids) if name in emitting]
+            if len(kept) < len(self.request_ids):
+                self._keep(np.array(kept, dtype=np.int64))
+        names, order = self.request_ids, self._order
         if not names:
             return None
         drafted, stamps = order.num_drafts, order.draft_stamps
         if self._rows is not None:
             drafted, stamps = drafted[self._rows], stamps[self._rows]
-        sampled = emitted = np.array(self._sampled)
-        lengths = list(map(len, self._tokens))
-        if lengths != self._sampled:
-            emitted = np.array(lengths)
+        sampled = self._sampled
+        emitted = self._emitted() if stopped else sampled
         scheduled = self._scheduled()
         admitted = scheduled
         if on_device is not None:
-            limits = [on_device.get(n, k) for n, k in zip(names, scheduled.tolist(), strict=True)]
-            admitted = np.minimum(scheduled, limits)
+            admitted = np.minimum(scheduled, _looked_up(on_device, names, scheduled))
         scored = admitted
         if self._invalid:
             scored = admitted - np.array([self._invalid.get(name, 0) for name in names])
-        accepted = np.minimum(sampled - 1, scored)
+        accepted = sampled - 1
         before_stop = scored
+        if on_device is not None or self._invalid:
+            np.minimum(accepted, scored, out=accepted)
         if emitted is not sampled:
             before_stop = np.where(emitted <= accepted, emitted, scored)
             accepted = np.minimum(accepted, emitted)
-        judged = np.minimum(before_stop, accepted + 1)
+            judged = np.minimum(before_stop, accepted + 1)
+            reached = reach((drafted, admitted, scored, judged, accepted), self._reach.width)
+        else:
+            reached = self._reach.of(drafted, admitted, scored, sampled)
         return StepOutcomes(
             names,
             drafted=drafted,
@@ -170,74 +203,150 @@ class PendingOutcomes:
             sampled=sampled,
             emitted=emitted,
             stamps=stamps,
-            reached=reach((drafted, admitted, scored, judged, accepted), self._width),
+            reached=reached,
         )
+
+    def _emitted(self) -> Counts:
+        """[n] tokens that are left of the sampled ones; the same array if all are."""
+        counts = token_counts(self._output)
+        if self._places is not None:
+            counts = counts[self._places]
+        return self._sampled if np.array_equal(counts, self._sampled) else counts
 
     def _scheduled(self) -> Counts:
         """[n] drafts that vLLM scheduled."""
+        known = self._order.num_scheduled
+        if known is not None:
+            return known if self._rows is None else known[self._rows]
         verified = self._verified
-        if self._in_order and self._rows is None:
-            return np.fromiter(map(len, verified.values()), np.int64, len(verified))
         return np.array([len(verified.get(name, ())) for name in self.request_ids])
 
 
-@dataclass
+def _looked_up(counts: Mapping[str, int], names: Sequence[str], default: Counts) -> Counts:
+    """[n] counts by name; `default` where there is none."""
+    found = list(map(counts.get, names))
+    if None in found:
+        return np.array(
+            [n if n is not None else k for n, k in zip(found, default.tolist(), strict=True)]
+        )
+    return np.array(found)
+
+
 class OutcomeTotals:
-    """Running sums since the engine started; index k counts the draft at position k + 1."""
+    """Running sums since the engine started; index k counts the draft at position k + 1.
 
-    num_speculative_tokens: int
-    steps: int = 0
-    drafted: Counts = field(init=False)
-    admitted: Counts = field(init=False)
-    trimmed: Counts = field(init=False)
-    verified: Counts = field(init=False)
-    judged: Counts = field(init=False)  # decided by the target and not behind a stop
-    accepted: Counts = field(init=False)
-    # windows[v - 1]: verification rows of width v (1..K+1), then none (+Inf), then their sum
-    windows: Counts = field(init=False)
-    rows: Counts = field(init=False)  # [1] requests, step by step
-    emitted: Counts = field(init=False)  # [1] tokens
-    discarded: Counts = field(init=False)  # [1] tokens sampled behind a stop
+    What is read is brought up to date by then (`derive`); arrays are changed in place.
 
-    def __post_init__(self) -> None:
-        width = self.num_speculative_tokens
-        # One block: row r of the position counts is the r-th name below.
+    steps: with outcomes; rows: [1] requests, step by step; emitted: [1] tokens; discarded: [1]
+    tokens sampled behind a stop.
+    """
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens = width = num_speculative_tokens
+        self.steps = 0
+        # One block: drafted, admitted, trimmed, verified, judged, accepted.
         self._positions = np.zeros((6, width), dtype=np.int64)
-        names = ("drafted", "admitted", "trimmed", "verified", "judged", "accepted")
-        for name, row in zip(names, self._positions, strict=True):
-            setattr(self, name, row)
-        self.windows = np.zeros(width + 3, dtype=np.int64)
-        for name in ("rows", "emitted", "discarded"):
-            setattr(self, name, np.zeros(1, dtype=np.int64))
+        self._windows = np.zeros(width + 3, dtype=np.int64)
+        self.rows: Counts = np.zeros(1, dtype=np.int64)
+        self.emitted: Counts = np.zeros(1, dtype=np.int64)
+        self.discarded: Counts = np.zeros(1, dtype=np.int64)
+        self._uniform: dict[int, list[int]] = {}  # by width: requests, then accepted by position
 
     def add(self, step: StepOutcomes | None) -> None:
         """Add the requests of one step."""
         if step is None:
             return
-        num_rows, reached, windows = len(step), step.reached, self.windows
-        positions = self._positions
-        positions[:2] += reached[:2]
-        positions[2] += reached[0] - reached[1]
-        positions[3:] += reached[2:]
-        verified = reached[2]
-        windows[0] += num_rows
-        windows[:-3] -= verified
-        windows[1:-2] += verified
-        windows[-1] += int(np.add.reduce(verified)) + num_rows
-        self.rows[0] += num_rows
+        self._add(len(step), step.reached)
         emitted = int(np.add.reduce(step.emitted))
         self.emitted[0] += emitted
-        self.discarded[0] += int(np.add.reduce(step.sampled)) - emitted
+        if step.sampled is not step.emitted:
+            self.discarded[0] += int(np.add.reduce(step.sampled)) - emitted
         self.steps += 1
+
+    def add_uniform(self, num_rows: int, width: int, accepted: list[int]) -> None:
+        """Add a step of requests that had `width` drafts each verified and did not stop.
+
+        accepted: of them, how many had the draft at each position accepted, [K].
+        """
+        seen = self._uniform.get(width)
+        step = [num_rows, *accepted]
+        self._uniform[width] = step if seen is None else list(map(add, seen, step))
+        self.steps += 1
+
+    def _add(self, num_rows: int, reached: Counts) -> None:
+        positions = self._positions
+        positions[:2] += reached[:2]
+        positions[3:] += reached[2:]
+        self.rows[0] += num_rows
+
+    def derive(self) -> None:
+        """Bring all sums up to date."""
+        for width, (num_rows, *accepted) in self._uniform.items():
+            full = [num_rows] * width + [0] * (self.num_speculative_tokens - width)
+            # All drafts were verified, so one is judged if the one before it was accepted.
+            judged = [num_rows, *accepted[: width - 1], *full[width:]]
+            self._add(num_rows, np.array([full, full, full, judged, accepted]))
+            self.emitted[0] += num_rows + sum(accepted)
+        self._uniform.clear()
+        positions, windows, rows = self._positions, self._windows, int(self.rows[0])
+        np.subtract(positions[0], positions[1], out=positions[2])
+        verified = positions[3]
+        windows[0] = rows
+        windows[1:-2] = verified
+        windows[:-3] -= verified
+        windows[-1] = int(verified.sum()) + rows
+
+    def _position(self, row: int) -> Counts:
+        self.derive()
+        counts: Counts = self._positions[row]
+        return counts
+
+    @property
+    def drafted(self) -> Counts:
+        """[K] drafts that were proposed."""
+        return self._position(0)
+
+    @property
+    def admitted(self) -> Counts:
+        """[K] drafts that plans let through."""
+        return self._position(1)
+
+    @property
+    def trimmed(self) -> Counts:
+        """[K] drafts that were kept from verification."""
+        return self._position(2)
+
+    @property
+    def verified(self) -> Counts:
+        """[K] drafts that the target scored."""
+        return self._position(3)
+
+    @property
+    def judged(self) -> Counts:
+        """[K] drafts decided by the target and not behind a stop."""
+        return self._position(4)
+
+    @property
+    def accepted(self) -> Counts:
+        """[K] drafts that were emitted."""
+        return self._position(5)
+
+    @property
+    def windows(self) -> Counts:
+        """[K + 3] verification rows of width 1..K+1, then none (+Inf), then the widths' sum."""
+        self.derive()
+        return self._windows
 
     @property
     def request_steps(self) -> int:
         """Verification rows so far."""
+        self.derive()
         return int(self.rows[0])
 
     @property
     def accepted_length(self) -> float:
         """Mean tokens emitted per request and verification step, the target's own included."""
+        self.derive()
         return float(self.emitted[0] / self.rows[0]) if self.rows[0] else float("nan")
 
 
@@ -246,7 +355,8 @@ class OutcomeLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        # line by line: an engine core that is ended by a signal never gets to close it
+        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
         self._started = time.monotonic()
 
     def write(self, step: int, outcomes: StepOutcomes) -> None:

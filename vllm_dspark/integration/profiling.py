@@ -7,7 +7,7 @@ what a token more in the step costs), the draft pass by itself.
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_dspark.errors import CostTableError
+from vllm_dspark.integration.draft_width import narrow_refusal
 from vllm_dspark.integration.startup import settle_windows
 from vllm_dspark.kernels.protocols import RejectBatch, SamplingState
 from vllm_dspark.planning.allocation import allocate
 from vllm_dspark.planning.cost import CostTable, StepMode, StepShape, StepTiming, build_cost_table
+from vllm_dspark.planning.draft_cost import measured_widths
 from vllm_dspark.planning.measuring import Cell
 from vllm_dspark.planning.survival import survival
 
@@ -61,6 +63,8 @@ def profile_cpu(runner: Any, budget_s: float = 20.0) -> CostTable:
                 samples += _measure(runner, requests, tokens, kv_tokens)
             else:
                 samples += _carried(short, samples, kv_tokens)
+    for requests, tokens, columns in narrow_shapes(runner, {s.num_requests for s in samples}):
+        samples += _measure(runner, requests, tokens, nodes[0], columns)
     return _trusted(samples, width)
 
 
@@ -88,11 +92,21 @@ class CpuProfiler:
             shapes = sorted({*shapes, *more}, key=lambda shape: shape[1])
         for requests, tokens in shapes:
             measure_once(runner, requests, tokens, nodes[0])
-        return [Cell(tokens, kv, requests) for requests, tokens in shapes for kv in nodes]
+        cells = [Cell(tokens, kv, requests) for requests, tokens in shapes for kv in nodes]
+        for requests, tokens, columns in narrow_shapes(runner, {r for r, _ in shapes}):
+            measure_once(runner, requests, tokens, nodes[0], columns)
+            cells.append(Cell(tokens, nodes[0], requests, draft_width=columns))
+        return cells
 
     def measure(self, cell: Cell) -> StepTiming:
         """One sample of a cell."""
-        return measure_once(self._runner, cell.num_requests, cell.num_tokens, cell.kv_tokens)
+        return measure_once(
+            self._runner,
+            cell.num_requests,
+            cell.num_tokens,
+            cell.kv_tokens,
+            cell.draft_width or None,
+        )
 
     def allocation_ms(self) -> float:
         """Time of ranking and handing out half of all drafts of a full batch; 0 on the host."""
@@ -167,17 +181,40 @@ def _kv_nodes(max_model_len: int, width: int) -> tuple[int, ...]:
     return (128, min(4096, longest)) if longest >= 512 else (min(128, longest),)
 
 
-def _measure(runner: Any, requests: int, tokens: int, kv_tokens: int) -> list[StepTiming]:
+def narrow_shapes(runner: Any, measured: Iterable[int]) -> list[tuple[int, int, int]]:
+    """(requests, tokens, columns) of draft passes narrower than K, behind full windows of theirs.
+
+    Few are enough: their share of a full pass changes slowly with the number of requests. None
+    where the engine drafts full width only. measured: request counts whose full passes are known.
+    """
+    if narrow_refusal(runner.vllm_config, runner.dspark_options):
+        return []
+    counts = sorted(measured)
+    chosen = sorted({counts[0], counts[len(counts) // 2], counts[-1]})
+    return [
+        (requests, requests * (columns + 1), columns)
+        for columns in measured_widths(runner.num_speculative_steps)
+        for requests in chosen
+    ]
+
+
+def _measure(
+    runner: Any, requests: int, tokens: int, kv_tokens: int, columns: int | None = None
+) -> list[StepTiming]:
     warmup = _WARMUP if tokens <= _LARGE else 0
-    timings = [measure_once(runner, requests, tokens, kv_tokens) for _ in range(warmup + _REPEATS)]
+    timings = [
+        measure_once(runner, requests, tokens, kv_tokens, columns) for _ in range(warmup + _REPEATS)
+    ]
     return timings[warmup:]
 
 
-def measure_once(runner: Any, requests: int, tokens: int, kv_tokens: int) -> StepTiming:
-    """Time one target step and the draft pass after it."""
+def measure_once(
+    runner: Any, requests: int, tokens: int, kv_tokens: int, columns: int | None = None
+) -> StepTiming:
+    """Time one target step and the draft pass after it, of some columns (None: all K)."""
     forward_ms, state = _forward(runner, requests, tokens, max(1, kv_tokens // requests))
     started = time.perf_counter()
-    _draft(runner, state)
+    _draft(runner, state, columns)
     draft_ms = (time.perf_counter() - started) * 1e3
     return StepTiming(
         StepMode.EAGER,
@@ -187,6 +224,7 @@ def measure_once(runner: Any, requests: int, tokens: int, kv_tokens: int) -> Ste
         kv_tokens=kv_tokens,
         forward_ms=forward_ms,
         draft_ms=draft_ms,
+        draft_width=columns,
     )
 
 
@@ -223,8 +261,9 @@ def _verify(runner: Any, requests: int, hidden: torch.Tensor) -> None:
     )
 
 
-def _draft(runner: Any, state: Any) -> None:
+def _draft(runner: Any, state: Any, columns: int | None = None) -> None:
     batch = state.input_batch
+    runner.speculator.draft_width = columns
     sampling = runner.sampler.sampling_states
     runner.speculator.propose(
         input_batch=batch,

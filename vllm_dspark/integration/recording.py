@@ -36,6 +36,7 @@ class PairRecorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._started = time.monotonic()
+        self._width = num_positions
         self._classes: dict[str, tuple[bool, bool]] = {}
         self._rows: OrderedDict[_Key, list[float]] = OrderedDict()
         self._outcomes: OrderedDict[_Key, tuple[int, int]] = OrderedDict()
@@ -54,7 +55,10 @@ class PairRecorder:
         """Take in what came back with a step, and write the pairs that it completed."""
         completed: list[list[Any]] = []
         if report is not None and report.stamp:
-            rows = zip(report.request_ids, report.confidences.tolist(), strict=True)
+            # Columns that a narrow draft pass left out are written as null.
+            absent = [math.nan] * (self._width - report.confidences.shape[1])
+            full = [[*row, *absent] for row in report.confidences.tolist()]
+            rows = zip(report.request_ids, full, strict=True)
             for name, row in rows:
                 key = (name, report.stamp)
                 outcome = self._outcomes.pop(key, None)

@@ -5,7 +5,7 @@ The engine core puts a `StepOrder` on the scheduler output, the worker of the ou
 pickle, so no channel of ours exists and nothing is waited for.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,18 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_dspark.planning.cost import StepTiming
-from vllm_dspark.planning.plan import VerifyPlan
+from vllm_dspark.planning.plan import PlanKind, VerifyPlan
 from vllm_dspark.planning.table import RankingParameters
 
 IntArray = npt.NDArray[np.integer]
 
 _ORDER = "dspark_order"
 _REPORT = "dspark_report"
+_NOBODY: IntArray = np.zeros(0, dtype=np.int32)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepOrder:
-    """Engine core to worker, with one scheduler output.
+    """Engine core to worker, with one scheduler output; complete once that has been made.
 
     step_id: stamp of this step and of the confidence rows that its draft pass writes (1..2^31-1).
     request_ids: requests that may have drafts, in scheduler order; the plan's windows follow it.
@@ -33,6 +34,9 @@ class StepOrder:
     For device windows: ranking, calibration and neutral priors; sampled, requests with a
     temperature; floors and ceilings, drafts that are let through at least and at most, where that
     is not 0 and K.
+    num_scheduled: drafts that vLLM scheduled of each, where they are those that the plan left
+    (None: look at the scheduler output); kept in the engine core.
+    at_rest: nothing that could be reported about the step is needed (resting.py).
     """
 
     step_id: int
@@ -44,6 +48,19 @@ class StepOrder:
     sampled: frozenset[str] = frozenset()
     floors: dict[str, int] = field(default_factory=dict)
     ceilings: dict[str, int] = field(default_factory=dict)
+    num_scheduled: IntArray | None = None  # [n]
+    at_rest: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process goes what workers need: few steps are about single requests there."""
+        plan = self.plan
+        if plan is not None and plan.kind is PlanKind.TRIM and self.ranking is not None:
+            order = replace(self, num_scheduled=None)
+            return StepOrder, tuple(getattr(order, item.name) for item in fields(order))
+        if plan is not None and plan.windows:
+            plan = replace(plan, windows=())
+        empty: tuple[Any, ...] = (None, frozenset(), {}, {}, None)
+        return StepOrder, (self.step_id, plan, [], _NOBODY, _NOBODY, *empty, self.at_rest)
 
     @staticmethod
     def of(
@@ -57,6 +74,11 @@ class StepOrder:
     def draft_next(self) -> bool:
         """Whether the drafter proposes a block at the end of this step."""
         return self.plan is None or self.plan.draft_next
+
+    @property
+    def draft_width(self) -> int | None:
+        """Columns that the drafter drafts then; None: all K."""
+        return self.plan.draft_width if self.plan is not None else None
 
     @cached_property
     def drafted(self) -> dict[str, int]:
@@ -74,8 +96,8 @@ class StepReport:
     """Worker to engine core, with the output of the step that ends or of a later one.
 
     stamp: step whose draft pass wrote the rows; 0: no rows. request_ids and owners name whom the
-    rows are about (owner ids tell a preempted request from its restart); confidences: [m, K]
-    float32 raw acceptance probabilities c_k.
+    rows are about (owner ids tell a preempted request from its restart); confidences: [m, n]
+    float32 raw acceptance probabilities c_k of the n <= K columns that the pass drafted.
     timings: steps whose measured times have become known since the last report.
     admitted: drafts let through in the step that ends, by request id; None where the engine core
     decided that itself (host windows, native steps).

@@ -93,7 +93,7 @@ class ConfidenceRows:
         with self._lock:
             while self._spare:
                 host, event = self._spare.pop()
-                if len(host) >= len(logits):
+                if len(host) >= len(logits) and host.shape[1] == logits.shape[1]:
                     return host, event
         if not self._asynchronous:
             return torch.empty_like(logits), None
@@ -123,6 +123,7 @@ class StepClock:
     def __init__(self) -> None:
         self.total_ms = 0.0
         self.draft_ms: float | None = None
+        self.draft_width: int | None = None  # of the pass that took draft_ms; None: K
         self._entered = 0.0
 
     def reset(self) -> None:
@@ -156,6 +157,7 @@ class StepClock:
             kv_tokens=int(lengths.sum()),
             forward_ms=self.total_ms - (self.draft_ms or 0.0),
             draft_ms=self.draft_ms,
+            draft_width=self.draft_width if self.draft_ms is not None else None,
         )
 
 
@@ -171,8 +173,13 @@ class StepReporter:
         self.cost_table: str | None = None  # set once, by profiling
         self.refused = ""  # why this worker executes no trim plans, if so
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the engine core waits for more than rows and times of steps."""
+        return self.cost_table is not None or bool(self.refused)
+
     def record_rows(self, order: StepOrder, input_batch: Any, logits: torch.Tensor) -> None:
-        """Rows of the pass that was just launched; logits: [num_reqs, K]."""
+        """Rows of the pass that was just launched; logits: [num_reqs, columns drafted]."""
         ids = tuple(input_batch.req_ids)
         self._rows.record(order.step_id, ids, self.owners.of(ids), logits[: len(ids)])
 

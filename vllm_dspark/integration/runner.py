@@ -29,6 +29,7 @@ from vllm_dspark.integration.seeded import SeededSampling
 from vllm_dspark.integration.speculator import DSparkProposer
 from vllm_dspark.integration.startup import live_fingerprint, resolve_scheduling, settle_windows
 from vllm_dspark.planning.cost import CostTable, StepMode
+from vllm_dspark.planning.plan import PlanKind
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
@@ -188,10 +189,14 @@ class DSparkRunnerMixin(SeededSampling):
 
     def _trims(self, scheduler_output: Any) -> bool:
         """Whether device windows execute this step's plan."""
-        if self._windows is None or self._order is None:
+        windows, order = self._windows, self._order
+        if windows is None or order is None:
+            return False
+        if order.plan is None or order.plan.kind is not PlanKind.TRIM:
+            windows.stand_aside()
             return False
         ids = [name for name, d in scheduler_output.scheduled_spec_decode_tokens.items() if d]
-        return bool(ids) and self._windows.accept(self._order, self.dspark_reporter.owners.of(ids))
+        return bool(ids) and windows.accept(order, self.dspark_reporter.owners.of(ids))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's sampling and drafting, then the step's report on its output."""
@@ -200,6 +205,7 @@ class DSparkRunnerMixin(SeededSampling):
         if order is None or state is None or self.speculator is None:
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
         self.speculator.draft_next = order.draft_next
+        self.speculator.draft_width = order.draft_width
         with self.dspark_reporter.clock or nullcontext():
             output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         return self._reported(order, state.input_batch, output)
@@ -207,13 +213,17 @@ class DSparkRunnerMixin(SeededSampling):
     def _reported(self, order: StepOrder, input_batch: Any, output: Any) -> Any:
         """The output of a step that was just launched, with the step's report."""
         speculator, reporter = self.speculator, self.dspark_reporter
-        if reporter.clock is not None:
-            reporter.clock.draft_ms = speculator.draft_ms
         if order.draft_next and speculator.has_confidence:
-            logits = speculator.confidence_logits[: input_batch.num_reqs]
-            reporter.record_rows(order, input_batch, logits)
+            logits = speculator.confidence_logits[: input_batch.num_reqs, : order.draft_width]
+            if not order.at_rest:
+                reporter.record_rows(order, input_batch, logits)
             if self._windows is not None:
                 self._windows.record(order.step_id, input_batch.idx_mapping_np, logits)
+        if order.at_rest and not reporter.has_news:
+            return output
+        if reporter.clock is not None:
+            reporter.clock.draft_ms = speculator.draft_ms
+            reporter.clock.draft_width = order.draft_width
         admitted = None
         if self._windows is not None and self.adaptive_verification is not None:
             admitted = self._windows.admitted()
@@ -292,7 +302,8 @@ class DSparkGPUModelRunner(DSparkRunnerMixin, GPUModelRunner):
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """The mixin's; steps that an engine core ordered are timed now and then."""
-        self.dspark_clock.armed = order_of(scheduler_output) is not None
+        order = order_of(scheduler_output)
+        self.dspark_clock.armed = order is not None and not order.at_rest
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def profile_costs(self) -> CostTable:

@@ -6,13 +6,22 @@ from typing import Any
 import numpy as np
 
 from vllm_dspark.config import DSparkConfig
+from vllm_dspark.integration.batches import Drafting, DraftingLookup, WorkerOrder
 from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.conductor import Conductor, ScheduledStep, StepOutlook
+from vllm_dspark.integration.draft_width import narrow_refusal
 from vllm_dspark.integration.exclusions import undeclared_processors
 from vllm_dspark.integration.metrics import EngineMetrics
-from vllm_dspark.integration.metrics_correction import Corrections
-from vllm_dspark.integration.outcomes import OutcomeLog, OutcomeTotals, PendingOutcomes
+from vllm_dspark.integration.metrics_correction import Corrections, emitting, per_request
+from vllm_dspark.integration.outcomes import (
+    OutcomeLog,
+    OutcomeTotals,
+    PendingOutcomes,
+    StepReach,
+)
+from vllm_dspark.integration.pipeline import PipelineSchedulerMixin
 from vllm_dspark.integration.report import StepOrder, attach_order, order_of, report_of
+from vllm_dspark.integration.resting import accepted_by_position
 from vllm_dspark.integration.startup import (
     require_schedulable,
     require_servable,
@@ -39,6 +48,8 @@ class DSparkSchedulerMixin:
     requests: dict[str, Any]
     num_spec_tokens: int
     max_num_running_reqs: int
+    max_num_scheduled_tokens: int
+    finished_req_ids: set[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,6 +59,9 @@ class DSparkSchedulerMixin:
         self._outcome_log = OutcomeLog(options.record_outcomes) if options.record_outcomes else None
         self.conductor = self._make_conductor(options, width)
         self._corrections = Corrections()
+        self._drafting = DraftingLookup()
+        self._worker_order = WorkerOrder()
+        self._step_reach = StepReach(width)
         self.dspark_metrics = EngineMetrics.of_engine(
             self.vllm_config, options, self.conductor, self.dspark_totals
         )
@@ -64,6 +78,9 @@ class DSparkSchedulerMixin:
             logger.info("vllm-dspark: full windows: %s", resolution.off_reason)
         else:
             logger.info("vllm-dspark: windows are set on the %s: %s", mode, why)
+        full_width = narrow_refusal(vllm_config, options)
+        if full_width and not resolution.off_reason:
+            logger.info("vllm-dspark: draft passes keep full width: %s", full_width)
         table = RequestTable(
             width,
             self.max_num_running_reqs,
@@ -81,52 +98,71 @@ class DSparkSchedulerMixin:
             processors=undeclared_processors(vllm_config),
             max_model_len=vllm_config.model_config.max_model_len,
             native_mode=native,
+            narrow_drafts=not full_width,
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's schedule, after this step's windows were applied to the running requests."""
-        drafting = [r for r in self.running if r.spec_token_ids]
-        order = self.conductor.order(drafting, self._outlook(drafting))
-        self._cut_drafts(drafting, order)
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        attach_order(output, self.conductor.scheduled(order, self._scheduled(output, order)))
+        conductor = self.conductor
+        has_room = len(self.running) < self.max_num_running_reqs
+        order = conductor.rest(self.running, len(self.waiting), has_room)
+        if order is None:
+            drafting = self._drafting.of(self.running)
+            order = conductor.order(drafting, self._outlook(len(drafting.requests)))
+            self._cut_drafts(drafting, order)
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        else:
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            if conductor.rested(order, output):
+                attach_order(output, order)
+                return output
+            order = conductor.disturbed(order, output.scheduled_spec_decode_tokens)
+        order = conductor.scheduled(order, self._scheduled(output, order))
+        if order.draft_width is not None:
+            output.num_spec_tokens_to_schedule = order.draft_width
+        attach_order(output, order)
+        conductor.settle_down(order, self.running, self.max_num_scheduled_tokens)
         return output
 
-    def _cut_drafts(self, drafting: list[Any], order: StepOrder) -> None:
+    def _cut_drafts(self, drafting: Drafting, order: StepOrder) -> None:
         """Leave each request the drafts that its window admits, or none where none were made."""
         kind = order.plan.kind if order.plan is not None else PlanKind.NATIVE
+        if kind is PlanKind.TRIM and not self.conductor.device_windows:
+            windows = order.plan.windows  # type: ignore[union-attr]
+            for request, window in zip(drafting.requests, windows, strict=True):
+                drafts = request.spec_token_ids
+                if window <= len(drafts):
+                    request.spec_token_ids = drafts[: window - 1]
+            return
         if kind is PlanKind.SKIP_DRAFT:
-            kept = [0] * len(drafting)
-        elif kind is PlanKind.TRIM and not self.conductor.device_windows:
-            kept = [window - 1 for window in order.plan.windows]  # type: ignore[union-attr]
-        elif np.count_nonzero(order.draft_stamps) == len(drafting):
+            kept = [0] * len(drafting.requests)
+        elif np.count_nonzero(order.draft_stamps) == order.draft_stamps.size:
             return  # all drafts there are
         else:
             kept = order.num_drafts.tolist()
-        for request, drafts in zip(drafting, kept, strict=True):
+        for request, drafts in zip(drafting.requests, kept, strict=True):
             if drafts < len(request.spec_token_ids):
                 request.spec_token_ids = request.spec_token_ids[:drafts]
 
-    def _outlook(self, drafting: list[Any]) -> StepOutlook:
-        running = self.running
-        num_waiting = len(self.waiting)
-        has_room = len(running) < self.max_num_running_reqs
-        return StepOutlook(
-            mixed=len(drafting) < len(running) or (num_waiting > 0 and has_room),
-            num_waiting=num_waiting,
-            kv_tokens=sum([r.num_computed_tokens for r in drafting]),
-        )
+    def _outlook(self, num_drafting: int) -> StepOutlook:
+        num_running, num_waiting = len(self.running), len(self.waiting)
+        has_room = num_running < self.max_num_running_reqs
+        mixed = num_drafting < num_running or (num_waiting > 0 and has_room)
+        return StepOutlook(mixed, num_waiting)
 
     def _scheduled(self, output: Any, order: StepOrder) -> ScheduledStep:
         requests = self.requests
-        sampling = list(output.num_scheduled_tokens)
-        if sampling != order.request_ids:  # what has drafts is past its prefill
-            sampling = [name for name in sampling if not requests[name].is_prefill_chunk]
+        ids = sampling = list(output.num_scheduled_tokens)
+        if ids == order.request_ids:  # what has drafts is past its prefill
+            ids = sampling = order.request_ids
+        else:
+            sampling = [name for name in ids if not requests[name].is_prefill_chunk]
         return ScheduledStep(
             started=[requests[new.req_id] for new in output.scheduled_new_reqs],
             preempted=output.preempted_req_ids or (),
             finished=output.finished_req_ids,
             sampling_ids=sampling,
+            ids=ids,
             tokens=output.num_scheduled_tokens,
             num_tokens=output.total_num_scheduled_tokens,
             drafts=output.scheduled_spec_decode_tokens,
@@ -137,30 +173,82 @@ class DSparkSchedulerMixin:
         order = order_of(scheduler_output)
         if order is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        pending = PendingOutcomes(
-            scheduler_output, model_runner_output, order, self.num_spec_tokens, self._is_alive
-        )
-        self._corrections.begin(self, pending.request_ids)
+        # vLLM shortens the lists of sampled tokens in place where a request stops. As bytes, since
+        # those are made, searched and counted faster than anything else that holds small numbers.
+        lengths = bytes(map(len, model_runner_output.sampled_token_ids))
+        resting = order.at_rest and self._rests(scheduler_output, order, lengths)
+        self._corrections.begin(self, () if resting else order.request_ids)
+        before = len(self.running), len(self.waiting)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        # Whoever stops leaves the running requests, or the waiting ones if it was preempted.
+        stopped = (len(self.running), len(self.waiting)) != before
         report = report_of(model_runner_output)
+        if resting and not stopped:
+            self._count_rested(order, lengths)
+            if report is not None:
+                self.conductor.learn(report, None)
+            return outputs
+        where = self._worker_order
+        places = where.places(
+            order.request_ids, model_runner_output.req_ids, model_runner_output.req_id_to_index
+        )
+        pending = PendingOutcomes(
+            scheduler_output,
+            model_runner_output,
+            order,
+            self._step_reach,
+            np.frombuffer(lengths, dtype=np.uint8).astype(np.int64),
+            places,
+            where.complete,
+        )
         admitted = report.admitted if report is not None else None
-        outcomes = pending.finish(self._corrections.counted, admitted)
+        outcomes = pending.finish(emitting(outputs, order), admitted, stopped=stopped)
         self._corrections.apply(outcomes)
         self.conductor.learn(report, outcomes)
         self.dspark_totals.add(outcomes)
-        self.dspark_metrics.step(order, outcomes, report)
+        self.dspark_metrics.step(order, outcomes, report, last=bool(self.finished_req_ids))
         if self._outcome_log is not None and outcomes is not None:
             self._outcome_log.write(order.step_id, outcomes)
         return outputs
 
-    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's acceptance counts, which are corrected once its update is over."""
-        make = super().make_spec_decoding_stats  # type: ignore[misc]
-        return self._corrections.note(make, *args, **kwargs)
+    def _rests(self, scheduler_output: Any, order: StepOrder, lengths: bytes) -> bool:
+        """Whether outcomes need not be looked at one by one, unless a request stops."""
+        batch = self.conductor.resting_batch()
+        return (
+            batch is not None
+            and batch.request_ids is order.request_ids
+            and len(self.running) == len(lengths) == batch.size
+            and 0 not in lengths
+            and not scheduler_output.num_invalid_spec_tokens
+            and self._outcome_log is None
+            and not per_request(self)
+        )
 
-    def _is_alive(self, request_id: str) -> bool:
-        request = self.requests.get(request_id)
-        return request is not None and not request.is_finished()
+    def _count_rested(self, order: StepOrder, lengths: bytes) -> None:
+        """Totals of a step in which all drafts of all requests were verified and nobody stopped."""
+        num_rows, num_positions = len(lengths), self.num_spec_tokens
+        width = int(order.num_drafts[0])
+        accepted = accepted_by_position(lengths, num_positions)
+        verified = [num_rows] * width + [0] * (num_positions - width)
+        self._corrections.fill(num_rows, verified, accepted)
+        self.dspark_totals.add_uniform(num_rows, width, accepted)
+        self.dspark_metrics.step_at_rest(order, num_rows + sum(accepted))
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: Any, *, request_id: str, **counts: Any
+    ) -> Any:
+        """vLLM's acceptance counts, begun by vLLM and filled in once its update is over."""
+        if spec_decoding_stats is None:
+            make = super().make_spec_decoding_stats  # type: ignore[misc]
+            spec_decoding_stats = make(None, request_id=request_id, **counts)
+            self._corrections.stats = spec_decoding_stats
+        return spec_decoding_stats
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; what was counted so far is published, as no step may follow."""
+        finished = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+        self.dspark_metrics.publish()
+        return finished
 
     def shutdown(self) -> None:
         """vLLM's shutdown, then the outcome log and the metrics are closed."""
@@ -178,5 +266,8 @@ def make_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
     else:
         from vllm.v1.core.sched.scheduler import Scheduler as Base  # type: ignore[assignment]
 
-    scheduler_class = type(f"DSpark{Base.__name__}", (DSparkSchedulerMixin, Base), {})
+    bases: tuple[type, ...] = (DSparkSchedulerMixin, Base)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        bases = (PipelineSchedulerMixin, *bases)
+    scheduler_class = type(f"DSpark{Base.__name__}", bases, {})
     return scheduler_class(vllm_config=vllm_config, **kwargs)

@@ -6,6 +6,8 @@ graph capture. Everything after the backbone's forward pass is `DraftOps` (kerne
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -34,16 +36,28 @@ from vllm_dspark.proposer.embedded import MODEL_TYPES as EMBEDDED_MODEL_TYPES
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
+# Passes of up to so many columns run the backbone on a block of their own; wider ones on the block
+# of K that the drafter was trained on, of which they use the first columns. Acceptance at positions
+# from 2 on is lower in smaller blocks (non-causal attention), which outweighs a cheaper backbone
+# from 3 columns on: docs/how-it-decides.md has the figures.
+_LARGEST_OWN_BLOCK = 2
+
 
 class DSparkProposer(StockSpeculator):
     """Drafts blocks of K tokens with one confidence logit each.
 
     confidence_logits: [max_num_reqs, K] float32 by batch row of the last pass, before the sigmoid.
-    draft_next: whether the coming `propose` drafts; the runner sets it from the step's order.
+    draft_next: whether the coming `propose` drafts; draft_width: how many columns (None: K). The
+    runner sets both from the step's order.
     draft_pass: blocks drafted for real batches so far.
     draft_ms: host time of the last draft pass, None when it was skipped (a CPU's step time).
     clock: the device's step clock, if the runner has one.
     """
+
+    # of vLLM's speculator
+    num_speculative_steps: int
+    num_query_per_req: int
+    _anchor_idx: torch.Tensor
 
     def __init__(self, vllm_config: Any, device: torch.device, options: DSparkConfig) -> None:
         super().__init__(vllm_config, device)
@@ -54,10 +68,12 @@ class DSparkProposer(StockSpeculator):
         )
         self.draft_head: DraftHead | None = None
         self.draft_next = True
+        self.draft_width: int | None = None
         self.capture_context = False  # set by the runner where passes may be skipped
         self.draft_pass = 0
         self.draft_ms: float | None = None
         self.clock: Any = None
+        self._anchors: dict[int, torch.Tensor] = {}  # of small blocks, by rows per request
         self._context_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by context rows
         self._context_size = np.zeros(1, dtype=np.int64)  # rows -> size of the graph that fits
 
@@ -179,24 +195,33 @@ class DSparkProposer(StockSpeculator):
         return metadata
 
     def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
-        """Draft tokens and confidences of `num_reqs` rows from the backbone's hidden states."""
+        """Draft tokens and confidences of `num_reqs` rows from the backbone's hidden states.
+
+        Of the first `draft_width` columns: vocabulary and sequential head, most of a pass's time
+        on a CPU, are left out for the others.
+        """
         if self.draft_head is None or self.ops is None:
             super()._sample_sequential(num_reqs, head_hidden)
             return
-        width = self.num_speculative_steps
-        flat = num_reqs * width
-        hidden = head_hidden[self.sample_indices[:flat]]
-        base_logits = self.model.compute_draft_logits(hidden)
+        width, confidence = self.num_speculative_steps, self.confidence_logits
+        columns = slice(self.draft_width)
+
+        def drafted(flat: torch.Tensor) -> torch.Tensor:
+            """[num_reqs, n] of a buffer of K entries per request."""
+            return flat[: num_reqs * width].view(num_reqs, width)[:, columns]
+
+        hidden = head_hidden[drafted(self.sample_indices)]
+        base_logits = self.model.compute_draft_logits(hidden.flatten(0, 1))
         batch = DraftBatch(
-            base_logits=base_logits.view(num_reqs, width, -1),
-            hidden=hidden.view(num_reqs, width, -1),
+            base_logits=base_logits.view(*hidden.shape[:2], -1),
+            hidden=hidden,
             anchor=self.input_buffers.input_ids[self._anchor_idx[:num_reqs]].long(),
-            req_index=self.sample_idx_mapping[:flat].view(num_reqs, width)[:, 0],
-            position=self.sample_pos[:flat].view(num_reqs, width),
+            req_index=drafted(self.sample_idx_mapping)[:, 0],
+            position=drafted(self.sample_pos),
         )
         out = DraftOutput(
             tokens=self.draft_tokens[:num_reqs],
-            confidence_logits=self.confidence_logits[:num_reqs] if self.has_confidence else None,
+            confidence_logits=confidence[:num_reqs, columns] if self.has_confidence else None,
             logits_cache=self.draft_logits,
         )
         self.ops.sample_block(
@@ -208,10 +233,34 @@ class DSparkProposer(StockSpeculator):
         if self.draft_next:
             super()._generate_draft(*args, **kwargs)
 
+    @contextmanager
+    def _own_block(self, width: int) -> Iterator[None]:
+        """A block of `width` < K columns within: vLLM's code reads its sizes from attributes.
+
+        Buffers keep their K columns. Not for captured graphs, which hold one width each.
+        """
+        full = self.num_speculative_steps, self.num_query_per_req, self._anchor_idx
+        rows = width if self.sample_from_anchor else width + 1
+        self.num_speculative_steps, self.num_query_per_req = width, rows
+        self._anchor_idx = self._anchor_rows(rows)
+        try:
+            yield
+        finally:
+            self.num_speculative_steps, self.num_query_per_req, self._anchor_idx = full
+
+    def _anchor_rows(self, rows_per_request: int) -> torch.Tensor:
+        """[max_num_reqs] first row of each request in a flat batch of blocks."""
+        found = self._anchors.get(rows_per_request)
+        if found is None:
+            requests = torch.arange(self.max_num_reqs, dtype=torch.int64, device=self.device)
+            found = self._anchors[rows_per_request] = requests * rows_per_request
+        return found
+
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Store the context KV of the verified tokens and, unless skipped, draft a block.
 
-        Returns [num_reqs, K] draft tokens; -1 throughout when drafting is skipped.
+        Returns [num_reqs, K] draft tokens, of which the first `draft_width` columns are new; -1
+        throughout when drafting is skipped.
         """
         started = time.perf_counter()
         if self.clock is not None:
@@ -219,7 +268,11 @@ class DSparkProposer(StockSpeculator):
         if not self.draft_next:
             # Any graph holds the whole draft step, so a skipped one runs without.
             kwargs["is_profile"] = True
-        drafts: torch.Tensor = super().propose(*args, **kwargs)
+        width = self.draft_width
+        smaller = self.draft_next and width is not None and width <= _LARGEST_OWN_BLOCK
+        with self._own_block(width) if smaller and width else nullcontext():
+            drafts: torch.Tensor = super().propose(*args, **kwargs)
+        self.draft_width = None
         if self.clock is not None:
             self.clock.draft_end(self.draft_next)
         if self.draft_next:

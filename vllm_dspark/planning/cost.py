@@ -6,7 +6,9 @@ T is a grid per execution mode and step shape: G the token count after padding, 
 the KV tokens that attention reads. In padded modes (captured graphs) only the
 measured sizes exist and a step runs at the next larger one; elsewhere T is
 interpolated in G. On the kv axis it is always interpolated, and beyond the last
-node continued with the last slope. D is the drafter's time by request count.
+node continued with the last slope. D is the drafter's time by request count, of full
+draft width; where narrower passes were measured too, D(requests, columns) follows from
+them (draft_cost.py).
 Shapes are priced apart because they run differently: RAGGED steps pay `allocation_ms`
 on top, NATIVE ones run uniform graphs of width K + 1, SINGLE ones (skip-draft)
 uniform graphs of width 1 and no drafter.
@@ -80,6 +82,7 @@ class StepTiming:
     kv_tokens: int  # KV tokens read by attention
     forward_ms: float
     draft_ms: float | None = None  # None if the drafter did not run
+    draft_width: int | None = None  # columns that the drafter drafted; None: all K
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +127,7 @@ class CostTable:
     draft: CostGrid  # sizes are request counts, one kv node
     allocation_ms: float = 0.0  # device-side ranking and compaction of a RAGGED step
     overhead_ms: float = 0.0  # of every step: sampling, bookkeeping, gaps
+    narrow: Mapping[int, CostGrid] = field(default_factory=dict)  # like draft, by columns < K
 
     def resolve(self, mode: StepMode, shape: StepShape) -> GridKey | None:
         """The grid that prices a step, or None.
@@ -152,6 +156,10 @@ class CostTable:
             grows = shape is not StepShape.SINGLE
             _check_grid(f"{mode.value}/{shape.value}", grid, must_grow=grows)
         _check_grid("draft", self.draft, must_grow=False)
+        for columns, grid in self.narrow.items():
+            _check_grid(f"draft of {columns} columns", grid, must_grow=False)
+            if columns < 1 or len(grid.kv_tokens) > 1:
+                raise CostTableError("incomplete", f"draft of {columns} columns: not a draft grid")
         for name, value in (("allocation", self.allocation_ms), ("overhead", self.overhead_ms)):
             if not (np.isfinite(value) and value >= 0.0):
                 raise CostTableError("not_positive", f"{name} time is {value!r} ms")
@@ -214,13 +222,19 @@ def build_cost_table(
     """Cells from profiling samples; `kv_tokens` of a sample is its profiling node.
 
     Sizes measured at only some kv nodes of their grid would leave holes, so the
-    table is refused as incomplete then.
+    table is refused as incomplete then. Of samples with a narrower draft pass only
+    that pass counts: their sizes are no nodes of a grid.
     """
     cells: dict[GridKey, dict[tuple[int, int], list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
     draft: dict[tuple[int, int], list[float]] = defaultdict(list)
+    narrow: dict[int, dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
+        if sample.draft_width is not None:
+            if sample.draft_ms is not None:
+                narrow[sample.draft_width][0, sample.num_requests].append(sample.draft_ms)
+            continue
         key = (sample.kv_tokens, sample.num_tokens)
         cells[sample.mode, sample.shape][key].append(sample.forward_ms)
         if sample.draft_ms is not None:
@@ -231,7 +245,8 @@ def build_cost_table(
         (mode, shape): _grid(f"{mode.value}/{shape.value}", grid)
         for (mode, shape), grid in cells.items()
     }
-    table = CostTable(grids, _grid("draft", draft), allocation_ms, overhead_ms)
+    narrower = {n: _grid(f"draft of {n} columns", narrow[n]) for n in sorted(narrow)}
+    table = CostTable(grids, _grid("draft", draft), allocation_ms, overhead_ms, narrower)
     table.validate()
     return table
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from vllm_dspark.planning.cost import StepMode
-from vllm_dspark.planning.forced import TestWindows
+from vllm_dspark.planning.forced import TestWidth, TestWindows
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,10 @@ class PlannerOptions:
     device_windows: bool = False  # windows are set on device: plans carry none
     mixed: bool = False  # evidence allows to trim steps with prefill rows
     lazy: bool = True  # repeat a settled native decision without working it out
+    choose_width: bool = False  # draft passes may be narrower than K
     test_windows: TestWindows = None
     test_windows_seed: int = 0
+    test_draft_width: TestWidth = None
 
 
 @dataclass(frozen=True, slots=True)

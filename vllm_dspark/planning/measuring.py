@@ -34,6 +34,7 @@ class Cell:
     num_requests: int
     mode: str = StepMode.EAGER.value
     shape: str = StepShape.RAGGED.value
+    draft_width: int = 0  # columns of the draft pass behind it; 0: all K
 
     @staticmethod
     def of(timing: StepTiming) -> Cell:
@@ -44,6 +45,7 @@ class Cell:
             timing.num_requests,
             timing.mode.value,
             timing.shape.value,
+            timing.draft_width or 0,
         )
 
 

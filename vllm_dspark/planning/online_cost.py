@@ -29,6 +29,7 @@ from vllm_dspark.planning.cost import (
     StepShape,
     StepTiming,
 )
+from vllm_dspark.planning.draft_cost import DraftShares
 
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -79,14 +80,19 @@ class _Correction:
 class CostModel:
     """A cost table that follows what steps really take; prices whole size axes at once."""
 
-    def __init__(self, table: CostTable, online: bool = True) -> None:
+    def __init__(self, table: CostTable, online: bool = True, num_positions: int = 0) -> None:
+        """num_positions: K; without it draft passes are priced at full width only."""
         table.validate()
         self.table = table
         self.online = online
         self._mode_factor = dict.fromkeys(StepMode, 0.0)
         self._draft_factor = 0.0
         self._until_refresh = _REFRESH
-        self._draft_ms: dict[int, float] = {}  # by request count, until the next refresh
+        # by request count and columns (None: all), until the next refresh
+        self._draft_ms: dict[tuple[int, int | None], float] = {}
+        self._shares = DraftShares(
+            table.draft, table.narrow if num_positions else {}, num_positions
+        )
         grids: dict[GridKey | None, CostGrid] = dict(table.grids.items())
         grids[_DRAFT] = table.draft
         self._corrections = {
@@ -126,13 +132,20 @@ class CostModel:
             return None
         return state.grid.sizes[index], float(state.at(kv_tokens)[index])
 
-    def draft_ms(self, num_requests: int) -> float:
-        """Time of one draft pass."""
-        known = self._draft_ms.get(num_requests)
+    @property
+    def prices_widths(self) -> bool:
+        """Whether draft passes narrower than K have prices of their own."""
+        return self._shares.available
+
+    def draft_ms(self, num_requests: int, columns: int | None = None) -> float:
+        """Time of one draft pass of some columns (None: all K)."""
+        known = self._draft_ms.get((num_requests, columns))
         if known is None:
             state = self._corrections[_DRAFT]
             known = interpolate(state.grid.size_array, state.cells[0], num_requests)
-            self._draft_ms[num_requests] = known
+            if columns is not None:
+                known *= self._shares.of(num_requests, columns)
+            self._draft_ms[num_requests, columns] = known
         return known
 
     def observe(self, timing: StepTiming) -> None:
@@ -147,9 +160,13 @@ class CostModel:
             self._mode_factor[timing.mode] = _bounded(factor, BOUND_MODE)
             self._move(key, timing.num_tokens, innovation)
         if timing.draft_ms is not None:
-            innovation = _innovation(timing.draft_ms, self.draft_ms(timing.num_requests))
+            columns = timing.draft_width
+            innovation = _innovation(timing.draft_ms, self.draft_ms(timing.num_requests, columns))
             self._draft_factor = _bounded(self._draft_factor + _RATE_MODE * innovation, BOUND_MODE)
-            self._move(_DRAFT, timing.num_requests, innovation)
+            if columns is None:
+                self._move(_DRAFT, timing.num_requests, innovation)
+            else:
+                self._shares.correct(columns, innovation)
         self._until_refresh -= 1
         if self._until_refresh <= 0:
             self._refresh()
@@ -180,7 +197,13 @@ class CostModel:
             for key, grid in self.table.grids.items()
         }
         draft = replace(self.table.draft, median_ms=self._corrections[_DRAFT].cells.copy())
-        return replace(self.table, grids=grids, draft=draft)
+        narrow = {
+            columns: replace(
+                grid, median_ms=np.array([[self.draft_ms(size, columns) for size in grid.sizes]])
+            )
+            for columns, grid in self.table.narrow.items()
+        }
+        return replace(self.table, grids=grids, draft=draft, narrow=narrow)
 
     def _factor(self, key: GridKey | None) -> float:
         return self._draft_factor if key is None else self._mode_factor[key[0]]

@@ -14,6 +14,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from vllm_dspark.planning.width import WidthReason
+
 _MASK = 2**64 - 1
 
 
@@ -66,6 +68,15 @@ class VerifyPlan:
     predicted_tokens: float
     native_ms: float  # the alternative that was turned down, for comparison
     native_tokens: float
+    draft_width: int | None = None  # columns that the drafter drafts, if it does; None: all K
+    width_reason: WidthReason = WidthReason.FULL
+
+    @property
+    def columns(self) -> int:
+        """Drafts per request of the draft pass at the end of this step, 0 if there is none."""
+        if not self.draft_next:
+            return 0
+        return self.num_positions if self.draft_width is None else self.draft_width
 
     @property
     def predicted_gain(self) -> float:

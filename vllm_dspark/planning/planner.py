@@ -2,10 +2,15 @@
 
     plan(facts, batch) -> VerifyPlan
 
-is called once per step in the engine core. It holds three pieces of state: the kind
-of step it is in (hysteresis.py), whether the batch is draining (drain.py), and where
-a pause of drafting stands. All else comes in with the call, so equal calls in equal
-order give equal plans.
+is called once per step in the engine core. It holds four pieces of state: the kind
+of step it is in (hysteresis.py), the width of narrow draft passes (width.py), whether
+the batch is draining (drain.py), and where a pause of drafting stands. All else comes
+in with the call, so equal calls in equal order give equal plans. What the alternatives
+promise is worked out in promises.py.
+
+Only trimmed steps end with narrow draft passes: a native step has full windows, and
+so have the drafts for the next one. A step with prefill rows, which is native for want
+of evidence, keeps the width of the trimmed steps around it.
 
 A pause of drafting (skip-draft): the step that decides it still uses the drafts it
 finds (SKIP_LEFTOVER) and makes no new ones; then steps are SINGLE. Every
@@ -22,37 +27,26 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_dspark.errors import PlanError
-from vllm_dspark.planning.allocation import Ranking, rank
-from vllm_dspark.planning.budget import Option, StepRows, best_ragged, uniform
-from vllm_dspark.planning.cost import StepMode, StepShape
-from vllm_dspark.planning.drain import DrainWatch, delay_ms
+from vllm_dspark.planning.allocation import Ranking
+from vllm_dspark.planning.budget import Option
+from vllm_dspark.planning.cost import StepMode
+from vllm_dspark.planning.draft_cost import ladder
+from vllm_dspark.planning.drain import DrainWatch
 from vllm_dspark.planning.facts import PlannerOptions, StepFacts
-from vllm_dspark.planning.forced import forced_windows
+from vllm_dspark.planning.forced import forced_width, forced_windows
 from vllm_dspark.planning.hysteresis import KindSelector
 from vllm_dspark.planning.online_cost import CostModel
 from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan, request_digest
+from vllm_dspark.planning.promises import Evaluation, Promises, any_of
 from vllm_dspark.planning.repeat import Repetition
-from vllm_dspark.planning.survival import survival
 from vllm_dspark.planning.table import RequestBatch
+from vllm_dspark.planning.width import WidthReason, WidthSelector
 
-BoolArray = npt.NDArray[np.bool_]
-FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.integer]
 OwnerArray = npt.NDArray[np.int64]
 
-_MODES = (StepMode.FULL, StepMode.PIECEWISE, StepMode.EAGER)
-
-
-@dataclass(slots=True)
-class _Evaluation:
-    """What the kinds promise in one step; None where a kind is not on offer."""
-
-    native: Option | None
-    trim: Option | None
-    skip: Option | None
-    survival: FloatArray  # [K, n]
-    ranking: Ranking  # of the drafts the promises are about
-    incomplete: bool  # some drafts are missing, so the promises are about later steps
+# Columns of the draft pass that ends a step, and why; None: no pass.
+DraftPass = tuple[int, WidthReason] | None
 
 
 @dataclass
@@ -64,6 +58,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.selector = KindSelector(self.options.min_gain, self.options.hysteresis_steps)
+        self._widths: WidthSelector | None = None  # made with the first batch, which has K
         self._drain = DrainWatch()
         self._since_draft = 0  # steps since the drafter last ran
         self._probing = False  # the last step drafted only to look
@@ -77,37 +72,48 @@ class Planner:
         return self.cost
 
     @property
-    def resting(self) -> bool:
-        """Whether the coming steps repeat a settled native decision, so nothing need be learned."""
-        return self._repetition.resting
+    def rest(self) -> int:
+        """Steps from now on that repeat a decision, so that nothing need be learned; 0: learn."""
+        return self._repetition.rest
+
+    @property
+    def rest_ahead(self) -> int:
+        """Coming steps that may repeat a native decision unseen; then tell `repeated`."""
+        return self._repetition.rest_ahead if self.options.lazy else 0
+
+    def repeated(self, steps: int) -> None:
+        """The last decision, a native one, was carried out in so many steps more."""
+        self._repetition.skip(steps)
 
     def plan(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
         """Decide one step."""
         draining = self._drain.update(batch.owner.size, facts.num_arrived, facts.num_waiting)
         forced = self.options.test_windows is not None
-        if forced and batch.owner.size and not _any(batch.excluded):
+        if forced and batch.owner.size and not any_of(batch.excluded):
             return self._finish(self._forced(facts, batch))
         reason = self._standing_aside(facts, batch)
         if reason is not None:
             self._keep_or_end_pause(reason)
             return self._finish(self._native(facts, batch, reason, None))
         self._unjudged = 0
-        seen = self._evaluate(facts, batch)
-        if seen.native is None or (seen.trim is None and seen.skip is None):
+        promises = Promises(self._prices, self.options, facts, batch)
+        seen = promises.evaluate()
+        trim = self._choose_width(batch, promises, seen)
+        if seen.native is None or (trim is None and seen.skip is None):
             self.selector.reset()
             return self._finish(self._native(facts, batch, Reason.UNPRICED, None))
         kind, reason = self.selector.select(
             seen.native.goodput,
-            seen.trim.goodput if seen.trim else 0.0,
+            trim.goodput if trim else 0.0,
             seen.skip.goodput if seen.skip else 0.0,
         )
         if kind is PlanKind.SKIP_DRAFT:
-            plan = self._pause(facts, batch, seen)
+            plan = self._pause(facts, batch, promises, seen)
         elif not np.count_nonzero(batch.num_drafts):
-            plan = self._single(facts, batch, seen, Reason.NO_DRAFTS, draft_next=True)
+            plan = self._single(facts, batch, seen, Reason.NO_DRAFTS, self._next_pass(batch))
         elif kind is PlanKind.TRIM:
-            plan = self._trim_or_native(facts, batch, seen, reason, draining)
-            self._finish(plan)
+            plan = self._trim_or_native(facts, batch, promises, seen, reason, draining)
+            plan = self._finish(plan)
             self._repetition.allow(plan, batch, seen.incomplete)
             return plan
         else:
@@ -141,7 +147,7 @@ class Planner:
             return Reason.EMPTY
         if not self.options.enabled:
             return Reason.DISABLED
-        if _any(batch.excluded):
+        if any_of(batch.excluded):
             return Reason.EXCLUDED
         if (facts.reserved_rows or facts.mode is StepMode.MIXED) and not self.options.mixed:
             return Reason.MIXED
@@ -159,61 +165,43 @@ class Planner:
         if reason is not Reason.MIXED or self._unjudged >= self.options.probe_interval:
             self.selector.reset()
 
-    # ---- what each kind promises
+    # ---- the width of draft passes
 
-    def _evaluate(self, facts: StepFacts, batch: RequestBatch) -> _Evaluation:
-        """Goodput of the three kinds, as if every request had its K drafts.
+    def _selector(self, num_positions: int) -> WidthSelector:
+        """The selector for K = `num_positions`."""
+        options, found = self.options, self._widths
+        if found is None or found.widths[-1] != num_positions:
+            found = WidthSelector(
+                ladder(num_positions),
+                options.min_gain,
+                options.hysteresis_steps,
+                options.probe_interval,
+            )
+            self._widths = found
+        return found
 
-        A step right after a pause has none; whether to draft is a matter of what
-        drafts would give, not of what happens to be there.
-        """
-        alive = survival(batch.acceptance)
-        num_requests, width = batch.owner.size, batch.num_positions
-        ranking = self._rank(batch, alive, batch.capacity)
-        rows = self._rows(facts, batch)
-        overhead = self._prices.table.overhead_ms
-        drafted = overhead + self._prices.draft_ms(num_requests)
-        ragged = drafted + self._allocation_ms()
-        trim = best_ragged(self._prices, facts.mode, rows, ranking, ragged)
-        native = uniform(
-            self._prices,
-            facts.native_mode,
-            StepShape.NATIVE,
-            rows,
-            num_requests * width,
-            ranking.total_gain(),
-            drafted,
-        )
-        skip = None
-        if self.options.skip_draft and not _any(batch.reserved):
-            skip = uniform(self._prices, facts.mode, StepShape.SINGLE, rows, 0, 0.0, overhead)
-        incomplete = int(np.add.reduce(batch.num_drafts)) < num_requests * width
-        return _Evaluation(native, trim, skip, alive, ranking, incomplete)
+    def _choose_width(
+        self, batch: RequestBatch, promises: Promises, seen: Evaluation
+    ) -> Option | None:
+        """Decide the width of the passes of trimmed steps; what a trimmed step then promises."""
+        selector = self._selector(batch.num_positions)
+        offered = self.options.choose_width and self._prices.prices_widths
+        if not offered or seen.trim.option is None or any_of(batch.reserved):
+            selector.reset()
+            return seen.trim.option
+        promised = [*promises.narrower(seen.survival, selector.widths[:-1]), seen.trim]
+        seen.trim = promised[selector.select([promise.goodput for promise in promised])]
+        return seen.trim.option
 
-    def _rows(self, facts: StepFacts, batch: RequestBatch) -> StepRows:
-        num_requests = batch.owner.size
-        return StepRows(
-            base=facts.reserved_rows + num_requests,
-            num_sampling=facts.reserved_sampling + num_requests,
-            kv_tokens=facts.kv_tokens,
-        )
+    def _next_pass(self, batch: RequestBatch) -> DraftPass:
+        """The pass that ends this step, unless drafting is skipped."""
+        selector = self._selector(batch.num_positions)
+        if self.selector.kind is PlanKind.TRIM:
+            return selector.next_pass()
+        return selector.full_pass()
 
-    def _rank(self, batch: RequestBatch, alive: FloatArray, capacity: IntArray) -> Ranking:
-        floor = None
-        if batch.reserved is not None or self.options.request_floor:
-            floor = np.minimum(capacity, np.int32(self.options.request_floor))
-            if batch.reserved is not None:
-                np.copyto(floor, capacity, where=batch.reserved)
-        return rank(alive, capacity, floor)
-
-    def _rank_here(self, batch: RequestBatch, seen: _Evaluation) -> Ranking:
-        """Ranking of the drafts that really are there."""
-        if not seen.incomplete:
-            return seen.ranking
-        return self._rank(batch, seen.survival, np.minimum(batch.capacity, batch.num_drafts))
-
-    def _allocation_ms(self) -> float:
-        return self._prices.table.allocation_ms if self.options.device_windows else 0.0
+    def _full_pass(self, batch: RequestBatch) -> DraftPass:
+        return self._selector(batch.num_positions).full_pass()
 
     # ---- from kind to plan
 
@@ -221,72 +209,46 @@ class Planner:
         self,
         facts: StepFacts,
         batch: RequestBatch,
-        seen: _Evaluation,
+        promises: Promises,
+        seen: Evaluation,
         reason: Reason,
         draining: bool,
     ) -> VerifyPlan:
-        ranking, option = self._rank_here(batch, seen), seen.trim
-        if seen.incomplete:
-            option = self._best_here(facts, batch, ranking, drafting=True)
+        ranking, option = promises.rank_here(seen), seen.trim.option
+        narrow = seen.trim.width < batch.num_positions
+        guarded = draining and self.options.drain_guard
+        # A narrow pass denies the last requests tokens just as a trimmed window does.
+        if (
+            guarded
+            and narrow
+            and option is not None
+            and promises.delays(seen, seen.full, option, seen.trim.ranking)
+        ):
+            return self._native(facts, batch, Reason.DRAIN_GUARD, seen.native)
+        drafting = self._next_pass(batch)
+        if seen.incomplete or narrow:
+            option = promises.best_here(ranking, drafting[0] if drafting else 0)
         if option is None:
             return self._native(facts, batch, Reason.UNPRICED, seen.native)
-        guarded = draining and self.options.drain_guard
-        if guarded and self._delays(batch, seen, ranking, option):
+        if guarded and not narrow and promises.delays(seen, ranking, option, ranking):
             return self._native(facts, batch, Reason.DRAIN_GUARD, seen.native)
-        return self._trim(facts, batch, seen, reason, option, ranking, draft_next=True)
+        return self._trim(facts, batch, seen, reason, option, ranking, drafting)
 
-    def _pause(self, facts: StepFacts, batch: RequestBatch, seen: _Evaluation) -> VerifyPlan:
+    def _pause(
+        self, facts: StepFacts, batch: RequestBatch, promises: Promises, seen: Evaluation
+    ) -> VerifyPlan:
         """A step while drafting is skipped."""
-        ranking = self._rank_here(batch, seen)
+        ranking = promises.rank_here(seen)
         if np.count_nonzero(batch.num_drafts) and ranking.most:
             if self._probing:
-                reason, option = Reason.PROBE_VERIFY, self._probe(facts, batch, ranking)
+                reason, option = Reason.PROBE_VERIFY, promises.probe(ranking)
             else:
-                reason = Reason.SKIP_LEFTOVER
-                option = self._best_here(facts, batch, ranking, drafting=False)
+                reason, option = Reason.SKIP_LEFTOVER, promises.best_here(ranking, 0)
             if option is not None and option.budget > 0:
-                return self._trim(facts, batch, seen, reason, option, ranking, draft_next=False)
+                return self._trim(facts, batch, seen, reason, option, ranking, None)
         if self._since_draft + 1 >= self.options.probe_interval:
-            return self._single(facts, batch, seen, Reason.PROBE_DRAFT, draft_next=True)
-        return self._single(facts, batch, seen, Reason.SKIP_GAIN, draft_next=False)
-
-    def _best_here(
-        self, facts: StepFacts, batch: RequestBatch, ranking: Ranking, drafting: bool
-    ) -> Option | None:
-        """Best budget for the drafts at hand."""
-        fixed_ms = self._prices.table.overhead_ms + self._allocation_ms()
-        if drafting:
-            fixed_ms += self._prices.draft_ms(batch.owner.size)
-        return best_ragged(self._prices, facts.mode, self._rows(facts, batch), ranking, fixed_ms)
-
-    def _probe(self, facts: StepFacts, batch: RequestBatch, ranking: Ranking) -> Option | None:
-        """As many drafts as fill the first padded size with room for K of them."""
-        rows = self._rows(facts, batch)
-        wanted = rows.base + max(ranking.least, min(batch.num_positions, ranking.most))
-        priced = self._prices.step_ms(facts.mode, StepShape.RAGGED, facts.kv_tokens, wanted)
-        if priced is None:
-            return None
-        padded, ms = priced
-        budget = min(padded, rows.base + ranking.most) - rows.base
-        gain = float(ranking.gains(np.array([budget]))[0])
-        fixed_ms = self._prices.table.overhead_ms + self._allocation_ms()
-        return Option(budget, padded, ms + fixed_ms, rows.num_sampling + gain)
-
-    def _delays(
-        self, batch: RequestBatch, seen: _Evaluation, ranking: Ranking, trim: Option
-    ) -> bool:
-        """Whether a trimmed step loses more in the tail of the batch than it saves now."""
-        if seen.native is None:
-            return False
-        tail_ms = self._prices.table.overhead_ms + self._prices.draft_ms(1)
-        for mode in _MODES:
-            priced = self._prices.step_ms(mode, StepShape.NATIVE, 0, batch.num_positions + 1)
-            if priced is not None:
-                tail_ms += priced[1]
-                break
-        full, kept = ranking.admit(ranking.most), ranking.admit(trim.budget)
-        later = delay_ms(seen.survival, full, kept, batch.remaining, tail_ms)
-        return seen.native.ms - trim.ms <= later
+            return self._single(facts, batch, seen, Reason.PROBE_DRAFT, self._full_pass(batch))
+        return self._single(facts, batch, seen, Reason.SKIP_GAIN, None)
 
     # ---- the plans themselves
 
@@ -294,7 +256,10 @@ class Planner:
         self, facts: StepFacts, batch: RequestBatch, reason: Reason, own: Option | None
     ) -> VerifyPlan:
         """All drafts there are; drafts again unless a pause is on."""
-        drafting = self.selector.kind is not PlanKind.SKIP_DRAFT
+        drafting = None
+        if self.selector.kind is not PlanKind.SKIP_DRAFT:
+            keeps = reason is Reason.MIXED and not any_of(batch.reserved)
+            drafting = self._next_pass(batch) if keeps else self._full_pass(batch)
         budget = int(np.add.reduce(batch.num_drafts))
         kind = PlanKind.OFF if reason is Reason.DISABLED else PlanKind.NATIVE
         return self._plan(
@@ -305,11 +270,11 @@ class Planner:
         self,
         facts: StepFacts,
         batch: RequestBatch,
-        seen: _Evaluation,
+        seen: Evaluation,
         reason: Reason,
         option: Option,
         ranking: Ranking,
-        draft_next: bool,
+        drafting: DraftPass,
     ) -> VerifyPlan:
         admitted = None
         if not self.options.device_windows:
@@ -321,7 +286,7 @@ class Planner:
             reason,
             option.budget,
             admitted,
-            draft_next,
+            drafting,
             (option, seen.native),
         )
 
@@ -329,15 +294,15 @@ class Planner:
         self,
         facts: StepFacts,
         batch: RequestBatch,
-        seen: _Evaluation,
+        seen: Evaluation,
         reason: Reason,
-        draft_next: bool,
+        drafting: DraftPass,
     ) -> VerifyPlan:
         nothing, kind, own = np.zeros_like(batch.num_drafts), PlanKind.SKIP_DRAFT, seen.skip
-        if own is not None and draft_next:
-            own = replace(own, ms=own.ms + self._prices.draft_ms(batch.owner.size))
+        if own is not None and drafting is not None:
+            own = replace(own, ms=own.ms + self._prices.draft_ms(batch.owner.size, drafting[0]))
         prices = (own, seen.native)
-        return self._plan(facts, batch, kind, reason, 0, nothing, draft_next, prices)
+        return self._plan(facts, batch, kind, reason, 0, nothing, drafting, prices)
 
     def _forced(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
         """Windows prescribed by a test; these reach the device too."""
@@ -346,7 +311,8 @@ class Planner:
         budget = int(windows.sum()) - windows.size
         full = budget == int(batch.num_drafts.sum())
         kind = PlanKind.NATIVE if full else PlanKind.TRIM
-        plan = self._plan(facts, batch, kind, Reason.FORCED, budget, None, True, (None, None))
+        drafting = self._full_pass(batch)
+        plan = self._plan(facts, batch, kind, Reason.FORCED, budget, None, drafting, (None, None))
         return replace(plan, windows=tuple(windows.tolist()))
 
     def _plan(
@@ -357,10 +323,11 @@ class Planner:
         reason: Reason,
         budget: int,
         admitted: IntArray | None,
-        draft_next: bool,
+        drafting: DraftPass,
         prices: tuple[Option | None, Option | None],  # of this plan, of the native step
     ) -> VerifyPlan:
         own, native = prices
+        columns, width_reason = drafting or (batch.num_positions, WidthReason.FULL)
         windows: tuple[int, ...] = ()
         if admitted is not None and not self.options.device_windows:
             windows = tuple((admitted + 1).tolist())
@@ -373,21 +340,25 @@ class Planner:
             reason=reason,
             budget=budget,
             padded_tokens=own.padded_tokens if own else 0,
-            draft_next=draft_next,
+            draft_next=drafting is not None,
             windows=windows,
             predicted_ms=own.ms if own else 0.0,
             predicted_tokens=own.tokens if own else 0.0,
             native_ms=native.ms if native else 0.0,
             native_tokens=native.tokens if native else 0.0,
+            draft_width=columns if columns < batch.num_positions else None,
+            width_reason=width_reason,
         )
 
     def _finish(self, plan: VerifyPlan) -> VerifyPlan:
         """Advance what depends on the plan that was made."""
+        spec = self.options.test_draft_width
+        if spec is not None and plan.draft_next and plan.reason is not Reason.EXCLUDED:
+            width = forced_width(
+                spec, self.options.test_windows_seed, plan.step_id, plan.num_positions
+            )
+            plan = replace(plan, draft_width=width, width_reason=WidthReason.FORCED)
         self._probing = plan.reason is Reason.PROBE_DRAFT
         self._since_draft = 0 if plan.draft_next else self._since_draft + 1
         self._repetition.note(plan)
         return plan
-
-
-def _any(flags: BoolArray | None) -> bool:
-    return flags is not None and bool(np.count_nonzero(flags))

@@ -94,16 +94,22 @@ class AcceptancePosterior:
         sampled: BoolArray,  # [n]
         row: FloatArray | None = None,  # [K, n] calibrated confidences
         row_usable: BoolArray | None = None,  # [n]
+        row_width: IntArray | None = None,  # [n] columns that rows have; None: all K
     ) -> FloatArray:
         """Conditional acceptance per position and request, [K, n]."""
         base = self._class_prior(sampled)
         residual, trials = self._residual.take(slots), self._count.take(slots)
         trials += np.float32(self._shrinkage)
         if row is not None and row_usable is not None:
-            opinion = np.add.reduce(row, axis=0) - np.add.reduce(base, axis=0)
             weight = row_usable * np.float32(_ROW_WEIGHT)
+            if row_width is None:
+                opinion = np.add.reduce(row, axis=0) - np.add.reduce(base, axis=0)
+                trials += weight * np.float32(len(self._positions))
+            else:
+                drafted = self._positions < row_width
+                opinion = np.add.reduce(np.where(drafted, row - base, 0), axis=0)
+                trials += weight * row_width
             residual += weight * opinion
-            trials += weight * np.float32(len(self._positions))
         residual /= trials
         estimate: FloatArray = base + residual
         np.maximum(estimate, _LOWEST, out=estimate)

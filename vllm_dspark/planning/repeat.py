@@ -1,10 +1,13 @@
 """When the previous decision is the next one too, so that nothing has to be worked out.
 
 Two cases. A settled native decision: after _LAZY_AFTER of them in a row on an unchanged batch, only
-every _LAZY_PERIOD-th step is planned, since native steps should cost nothing. A trimmed step of a
-large batch: it serves one more step, because by then planning is a cost and what it decides from
-(outcomes of some twenty steps) has hardly moved. Rows about the very drafts to be verified, which
-greedy requests may use, would be wasted by that, so steps that have some are planned anew.
+every n-th step is planned, since native steps should cost nothing; n grows from 8 to 64 with the
+number of native decisions in a row (`period`), since what has held for hundreds of steps holds for
+some dozens more. A batch that changes is planned anew whatever n is. A trimmed step of a large
+batch: it serves n // 64 more steps, three at most, because by then planning is a cost and what it
+decides from (outcomes of some twenty steps) has hardly moved. Rows about the very drafts to be
+verified, which greedy requests may use, would be wasted by that, so with host windows steps that
+have some are planned anew; on the device they count in any case, and the budget alone is repeated.
 """
 
 from dataclasses import replace
@@ -19,8 +22,16 @@ OwnerArray = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer]
 
 _LAZY_AFTER = 16
-_LAZY_PERIOD = 8
-_LAZY_REQUESTS = 64  # a batch this large is trimmed alike twice
+# Steps between two planned ones, from so many native decisions in a row on: (decisions, steps).
+_PERIODS = ((256, 64), (64, 32), (0, 8))
+_AWAKE = 8  # steps before a planned one that are learned from, half the period if that is less
+_LAZY_REQUESTS = 64  # a trimmed batch of so many requests serves one more step per so many
+_MOST_REPEATS = 3
+
+
+def period(streak: int) -> int:
+    """Steps from one planned native step to the next after `streak` native decisions."""
+    return next(steps for least, steps in _PERIODS if streak >= least)
 
 
 class Repetition:
@@ -30,44 +41,92 @@ class Repetition:
         self._last: VerifyPlan | None = None
         self._native_streak = 0
         self._owner: OwnerArray | None = None  # requests of a trimmed plan that may serve again
+        self._left = 0  # steps that it may serve yet
+        self._offer: VerifyPlan | None = None  # what `again` said last
+        self._seen: tuple[OwnerArray, IntArray] | None = None  # batch of the last native repeat
 
     @property
-    def resting(self) -> bool:
-        """Whether the next few steps will be repeats: what comes in now decides nothing.
+    def rest(self) -> int:
+        """How many steps from now on what comes in decides nothing; 0: it is needed now.
 
-        Half of the steps between two planned ones are learned from, the last ones: rows of up to
-        three passes before a planned step can reach it.
+        The last steps before a planned one are learned from: rows of up to three passes before a
+        planned step can reach it.
         """
-        return self._native_streak >= _LAZY_AFTER and (
-            1 <= self._native_streak % _LAZY_PERIOD <= _LAZY_PERIOD // 2
-        )
+        if self._owner is not None:
+            return max(self._left - 1, 0)
+        return self._native_rest(self._native_streak)
+
+    @property
+    def rest_ahead(self) -> int:
+        """Coming steps that would be repeats of a native decision and of which nothing is needed.
+
+        Not the last one before outcomes are learned from again: its rows pair with those.
+        """
+        streak = self._native_streak
+        if streak < _LAZY_AFTER or streak % period(streak) == 0:
+            return 0
+        return max(self._native_rest(streak + 1) - 1, 0)
+
+    def skip(self, steps: int) -> None:
+        """The native decision was repeated in so many steps without `again`."""
+        self._native_streak += steps
+
+    @staticmethod
+    def _native_rest(streak: int) -> int:
+        if streak < _LAZY_AFTER:
+            return 0
+        length = period(streak)
+        place = streak % length
+        return max(length - min(_AWAKE, length // 2) - place + 1, 0) if place else 0
 
     def note(self, plan: VerifyPlan) -> None:
         """A plan was made, or repeated."""
         settled = plan.reason in (Reason.NATIVE_BEST, Reason.MIN_GAIN)
         self._native_streak = self._native_streak + 1 if settled else 0
-        self._last, self._owner = plan, None
+        self._last = plan
+        if plan is self._offer:
+            self._left = max(self._left - 1, 0)
+        else:
+            self._owner, self._left, self._seen = None, 0, None
 
     def allow(self, plan: VerifyPlan, batch: RequestBatch, incomplete: bool) -> None:
         """The plan just noted was worked out for `batch`; incomplete: drafts were missing."""
-        large = batch.owner.size >= _LAZY_REQUESTS
-        if plan.kind is PlanKind.TRIM and large and not (incomplete or batch.fresh):
-            self._owner = batch.owner
+        repeats = min(batch.owner.size // _LAZY_REQUESTS, _MOST_REPEATS)
+        wasted = batch.fresh and bool(plan.windows)
+        if plan.kind is PlanKind.TRIM and repeats and not (incomplete or wasted):
+            self._owner, self._left = batch.owner, repeats
 
     def again(self, step_id: int, owner: OwnerArray, num_drafts: IntArray) -> VerifyPlan | None:
-        """The last plan for the step at hand, or None if that must be planned."""
+        """The last plan for the step at hand, or None if that must be planned.
+
+        Neither array is changed by anybody afterwards: the same ones are about the same batch.
+        """
+        self._offer = self._again(step_id, owner, num_drafts)
+        return self._offer
+
+    def _again(self, step_id: int, owner: OwnerArray, num_drafts: IntArray) -> VerifyPlan | None:
         last = self._last
         if last is None or last.num_requests != owner.size:
             return None
-        budget = int(np.add.reduce(num_drafts))
-        if last.kind is not PlanKind.NATIVE:
-            full = budget == owner.size * last.num_positions
-            if self._owner is None or not full or not np.array_equal(owner, self._owner):
+        if last.kind is PlanKind.NATIVE:
+            streak = self._native_streak
+            if streak < _LAZY_AFTER or streak % period(streak) == 0:
                 return None
-            return replace(last, step_id=step_id)
-        if self._native_streak < _LAZY_AFTER or self._native_streak % _LAZY_PERIOD == 0:
+            return self._native(last, step_id, owner, num_drafts)
+        full = int(np.add.reduce(num_drafts)) == owner.size * last.num_positions
+        if not full or not self._left or self._owner is None:
             return None
-        windows = last.windows
+        if not np.array_equal(owner, self._owner):
+            return None
+        return replace(last, step_id=step_id)
+
+    def _native(
+        self, last: VerifyPlan, step_id: int, owner: OwnerArray, num_drafts: IntArray
+    ) -> VerifyPlan:
+        if self._seen is not None and self._seen[0] is owner and self._seen[1] is num_drafts:
+            return replace(last, step_id=step_id)
+        self._seen = (owner, num_drafts)
+        budget, windows = int(np.add.reduce(num_drafts)), last.windows
         if windows and budget != last.budget:
             windows = tuple((num_drafts + 1).tolist())
         digest = request_digest(owner)

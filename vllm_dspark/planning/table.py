@@ -37,8 +37,9 @@ _LEARN_ROWS = 64
 _NUM_VIEWS = 8  # batches whose unchanging columns are kept
 
 # Fields per slot: of one int64 array [fields, slots], and of one of bool.
-_FIELDS = range(8)
-_OWNER, _TENANT, _ROW_OWNER, _ROW_STAMP, _OUTCOME_STAMP, _ADMITTED, _ACCEPTED, _REMAINING = _FIELDS
+_FIELDS = range(9)
+_OWNER, _TENANT, _ROW_OWNER, _ROW_STAMP, *_OUTCOME, _ROW_WIDTH = _FIELDS
+_OUTCOME_STAMP, _ADMITTED, _ACCEPTED, _REMAINING = _OUTCOME
 _SAMPLED, _UNTOUCHED, _EXCLUDED = range(3)
 
 
@@ -116,7 +117,7 @@ class RequestTable:
         self._views: dict[int, _View] = {}  # by identity of a slot array
         self._slot_of: dict[str, int] = {}
         self._free: list[int] = []
-        self._state: SlotArray = np.zeros((8, 0), dtype=np.int64)
+        self._state: SlotArray = np.zeros((len(_FIELDS), 0), dtype=np.int64)
         self._flags: BoolArray = np.zeros((3, 0), dtype=np.bool_)
         self._rows: FloatArray = np.zeros((0, num_positions), dtype=np.float32)
         self._grow(num_slots)
@@ -156,7 +157,7 @@ class RequestTable:
         slot = self._free.pop()
         owner = owner_id(request_id, generation)
         tenant = owner if tenant is None else tenant
-        self._state[:, slot] = (owner, tenant, 0, 0, 0, 0, 0, min(remaining, NO_LIMIT))
+        self._state[:, slot] = (owner, tenant, 0, 0, 0, 0, 0, min(remaining, NO_LIMIT), 0)
         self._flags[:, slot] = (sampled, untouched, excluded)
         self._slot_of[request_id] = slot
         self._changed()
@@ -227,15 +228,21 @@ class RequestTable:
         slots: SlotArray,  # [m], each at most once
         owners: OwnerArray,  # [m] whom the worker wrote the rows for
         stamp: int,
-        confidence: npt.NDArray[np.floating],  # [m, K] raw, as the worker lays them out
+        confidence: npt.NDArray[np.floating],  # [m, n <= K] raw, as the worker lays them out
     ) -> None:
-        """Store the rows of one draft pass."""
-        if confidence.shape != (len(slots), self.num_positions):
+        """Store the rows of one draft pass of n columns; of the others nothing is known."""
+        width = confidence.shape[1] if confidence.ndim == 2 else 0
+        if not 0 < width <= self.num_positions or len(confidence) != len(slots):
             raise PlanError(
                 f"confidence rows of shape {confidence.shape} for {len(slots)} requests and "
                 f"{self.num_positions} drafts"
             )
-        self._rows[slots] = confidence
+        if width < self.num_positions:
+            self._rows[slots] = np.nan
+            self._rows[slots, :width] = confidence
+        else:
+            self._rows[slots] = confidence
+        self._state[_ROW_WIDTH][slots] = width
         self._state[_ROW_OWNER][slots] = owners
         self._state[_ROW_STAMP][slots] = stamp
         if self._due:
@@ -244,6 +251,16 @@ class RequestTable:
     def set_remaining(self, slots: SlotArray, remaining: IntArray) -> None:
         """Overrule what is left to generate, where the engine knows better."""
         self._state[_REMAINING, slots] = remaining
+
+    def remaining(self, slots: SlotArray) -> SlotArray:
+        """Tokens left to generate at most, [n]."""
+        left: SlotArray = self._state[_REMAINING].take(slots)
+        return left
+
+    def ends_within(self, slots: SlotArray, num_drafts: int) -> BoolArray:
+        """Whether so many drafts and a token more are too many to be emitted, [n]."""
+        ends: BoolArray = self._state[_REMAINING].take(slots) <= num_drafts
+        return ends
 
     def count_emitted(self, slots: SlotArray, accepted: IntArray) -> None:
         """Take what a step emitted off what remains, without learning from it."""
@@ -359,40 +376,17 @@ class RequestTable:
         rows, num_invalid = acceptance(
             self._gather(slots), usable, prior, self.online.calibration, sampled
         )
+        # Columns that were not drafted are absent, not wrong.
+        widths = self._state[_ROW_WIDTH].take(slots)
+        missing = int(np.add.reduce((self.num_positions - widths) * usable))
+        num_invalid -= missing
         num_current = np.count_nonzero(current)
         if not self.rank_by_posterior or num_current == len(slots):
             return rows, num_invalid
-        ranked = self.posterior.estimate(slots, sampled, rows, usable)
+        ranked = self.posterior.estimate(slots, sampled, rows, usable, widths if missing else None)
         if num_current:
             np.copyto(ranked, rows, where=current)
         return ranked, num_invalid
 
     def _full(self, estimate: FloatArray, num_requests: int) -> FloatArray:
         return np.broadcast_to(estimate, (self.num_positions, num_requests)).copy()
-
-
-@dataclass(frozen=True, slots=True)
-class FoundSlots:
-    """Slots of those of some requests that are known."""
-
-    slots: SlotArray  # [m]
-    known: list[int] | None  # their places among the ids asked for; None: all of them
-
-
-class SlotLookup:
-    """Slots of the same ids over and over: looked up again only after something has changed."""
-
-    def __init__(self, table: RequestTable) -> None:
-        self._table = table
-        self._version = -1
-        self._ids: Sequence[str] = ()
-        self._found = FoundSlots(np.zeros(0, dtype=np.int64), None)
-
-    def of(self, request_ids: Sequence[str]) -> FoundSlots:
-        """Slots of the known among `request_ids` (not changed afterwards), in order."""
-        if self._version != self._table.version or request_ids != self._ids:
-            known = self._table.known(request_ids)
-            ids = request_ids if known is None else [request_ids[i] for i in known]
-            self._found = FoundSlots(self._table.slots(ids), known)
-            self._version, self._ids = self._table.version, request_ids
-        return self._found

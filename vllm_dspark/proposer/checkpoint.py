@@ -17,6 +17,7 @@ from vllm_dspark.proposer.tensors import (
     IGNORED,
     Shape,
     expected_shapes,
+    fused_with,
     layers_are_known,
     linear_layers,
 )
@@ -56,7 +57,7 @@ class CheckedDrafter:
     @property
     def shares_lm_head(self) -> bool:
         """Whether the target's output projection is used."""
-        return not self.has("lm_head.weight") and not self.has("lm_head.weight_packed")
+        return not self.has("lm_head.weight")
 
 
 def _optional(spec: DrafterSpec, target: TargetShape) -> set[str]:
@@ -118,6 +119,7 @@ def check_tensors(
             ("unexpected", unexpected),
             ("wrong shape", misshapen),
             ("wrong type", mistyped),
+            ("quantised in part", packed.halves),
         )
         if names
     ]
@@ -138,6 +140,8 @@ class _Packed:
     known: set[str]
     missing: list[str]
     misshapen: list[str]
+    # layers that vLLM fuses with others which are stored plain
+    halves: list[str]
 
 
 def _packed(tensors: dict[str, StoredTensor], spec: DrafterSpec) -> _Packed:
@@ -146,7 +150,7 @@ def _packed(tensors: dict[str, StoredTensor], spec: DrafterSpec) -> _Packed:
     A scheme lists layers it leaves alone ("ignore"), by patterns; so what decides is whether the
     layer's plain, floating-point weight is there.
     """
-    found = _Packed([], set(), [], [])
+    found = _Packed([], set(), [], [], [])
     if spec.quantization is None:
         return found
     for name, (out, into) in linear_layers(spec).items():
@@ -163,6 +167,10 @@ def _packed(tensors: dict[str, StoredTensor], spec: DrafterSpec) -> _Packed:
                 found.missing.append(f"{name}.{suffix}")
             elif tensor.shape not in allowed:
                 found.misshapen.append(_mismatch(f"{name}.{suffix}", tensor, allowed))
+    for name in found.modules:
+        others = [other for other in fused_with(spec, name) if other not in found.modules]
+        if others:
+            found.halves.append(f"{name} but not {', '.join(others)}, and vLLM makes one of them")
     return found
 
 
@@ -192,6 +200,8 @@ def _hint(missing: list[str], unexpected: list[str], mistyped: list[str], spec: 
     """The likely cause, where the names give it away."""
     if mistyped and spec.quantization is None:
         return ": the weights are quantised, but config.json has no quantization_config"
+    if any(n.startswith("lm_head.") for n in unexpected + mistyped):
+        return ': leave the lm_head plain when exporting ("ignore": ["lm_head"])'
     if unexpected and all(name.startswith("model.") for name in unexpected):
         return ": the names carry a 'model.' prefix; export them without it"
     if "d2t" in missing or "lm_head.weight" in missing:

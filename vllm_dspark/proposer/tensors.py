@@ -43,14 +43,30 @@ def layers_are_known(spec: DrafterSpec) -> bool:
     return spec.backbone != "other"
 
 
+# Layers that vLLM holds as one: all members of a group are quantised or none is.
+FUSED = {"qwen3": (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
+         "gemma4": (("gate_proj", "up_proj"),)}  # fmt: skip
+
+
 def linear_layers(spec: DrafterSpec) -> dict[str, tuple[int, int]]:
-    """[out, in] of every linear layer that a quantised export may pack."""
-    names = ("_proj.weight", "fc.weight", "lm_head.weight")
+    """[out, in] of every linear layer that a quantised export may pack.
+
+    The lm_head is not among them: vLLM multiplies a drafter's as plain weights.
+    """
+    names = ("_proj.weight", "fc.weight")
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in expected_shapes(spec).items()
         if name.endswith(names) and not name.startswith(("markov_head.", "confidence_head."))
     }
+
+
+def fused_with(spec: DrafterSpec, name: str) -> list[str]:
+    """The layers, `name` among them, that vLLM makes one of."""
+    parent, _, last = name.rpartition(".")
+    groups = FUSED.get(spec.backbone, ())
+    group = next((group for group in groups if last in group), (last,))
+    return [f"{parent}.{member}" if parent else member for member in group]
 
 
 def _layer_shapes(spec: DrafterSpec, prefix: str) -> dict[str, Shape]:

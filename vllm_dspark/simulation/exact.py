@@ -158,18 +158,17 @@ class RealPlanner:
         w, table = self.arrays.world, self.tables[d]
         n = order.size
         names = [self._names[d][slot] for slot in order.tolist()]
-        if self.planners[d].resting:
-            if n:
-                table.count_emitted(table.slots(names), w.batch[state.PASSED, :n].astype(np.int64))
-            return
-        if n:
+        rest = self.planners[d].rest
+        if rest and n:
+            table.count_emitted(table.slots(names), w.batch[state.PASSED, :n].astype(np.int64))
+        elif n:
             judged = w.batch[state.JUDGED, :n].astype(np.int64)
             passed = w.batch[state.PASSED, :n].astype(np.int64)
             table.record_outcomes(table.slots(names), made_by, judged, passed)
         step = int(w.rep[d, state.STEP])
         place = (step - self.lag) % state.HISTORY
         shown = int(w.row_stamp[d, place])
-        if shown == 0 or shown != step - self.lag:
+        if rest > 1 or shown == 0 or shown != step - self.lag:
             return
         where = [*order.tolist(), *w.batch[state.PREFILLED, : w.counts[state.N_PREFILLED]].tolist()]
         where = [s for s in where if w.row_owner[d, place, s] == w.slot[d, state.INSTANCE, s] + 1]

@@ -234,5 +234,7 @@ def _learner(replicas: int, slots: int, calibration: Calibration) -> state.Learn
 def _planner(replicas: int, slots: int, width: int) -> state.Planner:
     status = _ints(replicas, state.NUM_PLANNER_STATES)
     status[:, state.LAST_SIZE] = -1
-    floats = np.zeros((3, width * slots), dtype=np.float32)
-    return state.Planner(status, floats, _ints(5, slots), _ints(replicas, 2, slots))
+    keys = width * slots
+    floats = np.zeros((3, keys), dtype=np.float32)
+    last, counts = _ints(replicas, 2, slots), _ints(keys + 3)
+    return state.Planner(status, floats, _ints(5, slots), last, counts)

@@ -73,6 +73,7 @@ class Gemma4Drafter(StandaloneDrafter):
 
     model_cls = Gemma4Backbone
     architecture = "Gemma4DSparkModel"
+    numbered_after_target = False
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
         "gate_up_proj": ["gate_proj", "up_proj"]
     }

@@ -1,7 +1,10 @@
 """Qwen3-shaped DSpark drafter: vLLM's DFlash backbone with our heads. Checked on 0.32.0, 0.33.0."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
 from vllm_dspark.integration.models.standalone import StandaloneDrafter
@@ -13,6 +16,18 @@ class Qwen3Backbone(DFlashQwen3Model):
     vLLM 0.32 stacks the weights as [layers, head_dim] and leaves the choice of row to its rms_norm
     kernel; the CPU build's kernel reads row 0 for all layers (outputs stay right, drafts suffer).
     """
+
+    @property
+    def quant_config(self) -> Any:
+        """The drafter's quantisation, by what is stored (see quantised.py)."""
+        return self._stored_quantization
+
+    @quant_config.setter
+    def quant_config(self, made_from_config: Any) -> None:
+        # vLLM's constructor makes one of its own here, which looks for vLLM's names in the
+        # checkpoint's lists.
+        del made_from_config
+        self._stored_quantization = get_current_vllm_config().quant_config
 
     def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
         """all_k: [L, n, kv_heads, head_dim]."""

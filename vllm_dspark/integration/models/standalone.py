@@ -5,7 +5,7 @@ Checked on vLLM 0.32.0, 0.33.0.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -13,10 +13,11 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
 from vllm_dspark.integration.checkpoints import local_folder
+from vllm_dspark.integration.models.quantised import StoredQuantization, plain_layers
 from vllm_dspark.kernels.protocols import DraftHead
 from vllm_dspark.proposer.checkpoint import check_tensors
 from vllm_dspark.proposer.heads import HEAD_PREFIXES, head_from_tensors
-from vllm_dspark.proposer.inventory import TORCH_NAMES, StoredTensor
+from vllm_dspark.proposer.inventory import TORCH_NAMES, StoredTensor, read_inventory
 from vllm_dspark.proposer.spec import DrafterSpec, TargetShape, parse_spec, read_spec
 from vllm_dspark.proposer.tensors import IGNORED
 
@@ -28,15 +29,31 @@ class StandaloneDrafter(DFlashQwen3ForCausalLM):
     """
 
     architecture: str
+    # whether vLLM's names of the drafter's layers count on from the target's last
+    numbered_after_target: ClassVar[bool] = True
     draft_head: DraftHead
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        draft = vllm_config.speculative_config.draft_model_config
+        spec = spec_of(draft, self.architecture)
+        if vllm_config.quant_config is not None:
+            # vLLM made this VllmConfig, and the quantisation in it, for the drafter alone.
+            vllm_config.quant_config = self._stored_quantization(vllm_config, spec)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.spec = spec_of(self.draft_model_config, self.architecture)
+        self.spec = spec
         # `draft_head` scales base logits and bias together and caps the base logits alone.
         self.logits_processor.scale = 1.0
         self.logits_processor.soft_cap = None
         self.target_shape = target_shape(vllm_config.model_config)
+
+    def _stored_quantization(self, vllm_config: VllmConfig, spec: DrafterSpec) -> Any:
+        draft = vllm_config.speculative_config.draft_model_config
+        cache = vllm_config.load_config.download_dir
+        folder = local_folder(draft.model, draft.revision, cache)
+        plain = None if folder is None else plain_layers(spec, read_inventory(folder))
+        first = vllm_config.model_config.get_total_num_hidden_layers()
+        first_layer = first if self.numbered_after_target else 0
+        return StoredQuantization(vllm_config.quant_config, first_layer, spec.file, plain)
 
     def compute_draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, H] -> [n, V_d] base logits, neither scaled, capped nor biased."""

@@ -1,4 +1,4 @@
-"""What Python calls: the whole simulation, or one part of a step with a planner of its own.
+"""What Python calls: the whole simulation, or the world's parts of a step (exact.py plans itself).
 
 Each entry closes over the stamp of this folder's sources; jit.py says why.
 """
@@ -86,7 +86,7 @@ def _ours(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
         w.batch[JUDGED],
         w.batch[TAKEN],
     )
-    may_repeat = drafts == width and not fresh
+    may_repeat = drafts == width and (o.device or not fresh)
     planner.allow(p, d, n, may_repeat, plan, w.batch[ORDER], owners, w.batch[TAKEN])
     if o.device and plan.kind == TRIM:
         _spread(w, x, p, d, n, width, plan.budget)
@@ -130,16 +130,16 @@ def _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
 @inner
 def _learn(w, x, p, load, t, d, n, stamp):
     """Conductor.learn: outcomes first, then the rows that have arrived."""
-    if planner.resting(p, d):
+    rest = planner.rest(p, d)
+    if rest:
         learner.count_emitted(x, d, w.batch[ORDER], n, w.batch[PASSED])
-        return
-    if n:
+    elif n:
         learner.record_outcomes(
             x, d, w.batch[ORDER], n, stamp, w.batch[JUDGED], w.batch[PASSED], load.learn
         )
     place = (w.rep[d, STEP] - load.lag) % HISTORY
     shown = w.row_stamp[d, place]
-    if shown == 0 or shown != w.rep[d, STEP] - load.lag:
+    if rest > 1 or shown == 0 or shown != w.rep[d, STEP] - load.lag:
         return
     count = 0
     for i in range(n + w.counts[N_PREFILLED]):
@@ -230,27 +230,7 @@ def _entries(stamp: int):
             world.start(w, load)
         return w.counts[ISSUED]
 
-    @entry
-    def decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
-        if stamp < 0:
-            kv_tokens = 0
-        return _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed)
-
-    @entry
-    def add(w: World, x: Learner, load: Load, t: Requests, d: int) -> int:
-        if stamp >= 0:
-            _add(w, x, load, t, d)
-        return w.counts[N_STARTED]
-
-    @entry
-    def learn(
-        w: World, x: Learner, p: Planner, load: Load, t: Requests, d: int, n: int, made_by: int
-    ) -> int:
-        if stamp >= 0:
-            _learn(w, x, p, load, t, d, n, made_by)
-        return n
-
-    return run, begin, schedule, complete, start, decide, add, learn
+    return run, begin, schedule, complete, start
 
 
-run, begin, schedule, complete, start, decide, add, learn = _entries(_STAMP)
+run, begin, schedule, complete, start = _entries(_STAMP)

@@ -60,8 +60,8 @@ _NO_DRAFTS, _SKIP_GAIN = _CODE[Reason.NO_DRAFTS], _CODE[Reason.SKIP_GAIN]
 _SKIP_LEFTOVER = _CODE[Reason.SKIP_LEFTOVER]
 _PROBE_DRAFT, _PROBE_VERIFY = _CODE[Reason.PROBE_DRAFT], _CODE[Reason.PROBE_VERIFY]
 
-_LAZY_AFTER, _LAZY_PERIOD = repeat_rules._LAZY_AFTER, repeat_rules._LAZY_PERIOD
-_LAZY_REQUESTS = repeat_rules._LAZY_REQUESTS
+_LAZY_AFTER, _AWAKE, _PERIODS = repeat_rules._LAZY_AFTER, repeat_rules._AWAKE, repeat_rules._PERIODS
+_LAZY_REQUESTS, _MOST_REPEATS = repeat_rules._LAZY_REQUESTS, repeat_rules._MOST_REPEATS
 _NUM_CANDIDATES = budgets._NUM_CANDIDATES
 _ROUNDING = hysteresis._ROUNDING
 _SHRUNK, _CRITICAL = drain._SHRUNK, drain._CRITICAL
@@ -76,6 +76,16 @@ def draining(p: Planner, d: int, n: int, arrived: int, waiting: int) -> bool:
         s[LARGEST] = n
     s[LARGEST] = max(s[LARGEST], n)
     return waiting == 0 and n <= _SHRUNK * s[LARGEST]
+
+
+@inner
+def _period(streak: int) -> int:
+    """repeat.period."""
+    steps = 0
+    for least, length in _PERIODS:
+        if streak >= least:
+            steps = max(steps, length)  # periods grow with what they need
+    return steps
 
 
 @inner
@@ -95,7 +105,8 @@ def shortcut(
     if not o.lazy or arrived or mixed or s[LAST_SIZE] != n:
         return False
     if s[LAST_KIND] == NATIVE:
-        if s[NATIVE_STREAK] < _LAZY_AFTER or s[NATIVE_STREAK] % _LAZY_PERIOD == 0:
+        streak = s[NATIVE_STREAK]
+        if streak < _LAZY_AFTER or streak % _period(streak) == 0:
             return False
     else:
         if not s[REPEATABLE] or not full:
@@ -111,7 +122,7 @@ def shortcut(
 def repeat(p: Planner, d: int, n: int, drafts: int, out):
     """The plan that `shortcut` allowed."""
     s = p.state[d]
-    reason = s[LAST_REASON]
+    reason, left = s[LAST_REASON], max(s[REPEATABLE] - 1, 0)
     if s[LAST_KIND] == NATIVE:
         decision = _native(s, n, drafts, reason, 0.0, 0.0, out)
     else:
@@ -121,25 +132,32 @@ def repeat(p: Planner, d: int, n: int, drafts: int, out):
             budget += out[i]
         decision = Decision(TRIM, reason, budget, True, 0.0, 0.0)
     _note(s, n, decision)
+    s[REPEATABLE] = left
     return decision
 
 
 @inner
 def allow(p: Planner, d: int, n: int, may_repeat: bool, decision, order, owners, drafts):
-    """Repetition.allow: a trimmed plan of a large batch serves one more step."""
+    """Repetition.allow: a trimmed plan of a large batch serves some more steps."""
     if decision.kind != TRIM or not decision.draft_next or not may_repeat or n < _LAZY_REQUESTS:
         return
-    p.state[d, REPEATABLE] = 1
+    p.state[d, REPEATABLE] = min(n // _LAZY_REQUESTS, _MOST_REPEATS)
     for i in range(n):
         p.last[d, 0, i] = owners[order[i]] + 1
         p.last[d, 1, i] = drafts[i]
 
 
 @inner
-def resting(p: Planner, d: int) -> bool:
-    """Repetition.resting: the coming steps repeat a settled native decision."""
+def rest(p: Planner, d: int) -> int:
+    """Repetition.rest: steps from now on that repeat a decision."""
+    if p.state[d, REPEATABLE] > 0:
+        return p.state[d, REPEATABLE] - 1
     streak = p.state[d, NATIVE_STREAK]
-    return streak >= _LAZY_AFTER and 1 <= streak % _LAZY_PERIOD <= _LAZY_PERIOD // 2
+    if streak < _LAZY_AFTER:
+        return 0
+    length = _period(streak)
+    place = streak % length
+    return max(length - min(_AWAKE, length // 2) - place + 1, 0) if place else 0
 
 
 @inner

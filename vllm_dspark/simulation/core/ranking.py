@@ -3,6 +3,7 @@
 import numpy as np
 
 from vllm_dspark.simulation.core.jit import inner
+from vllm_dspark.simulation.core.selection import sort_keys
 from vllm_dspark.simulation.core.state import (
     ALIVE,
     ASCENDING,
@@ -44,8 +45,7 @@ def rank(p: Planner, num_requests: int, width: int, floor: int) -> Ranked:
                 key = _BARRED
             keys[k * n + i] = key
     size = n * width
-    ascending[:size] = keys[:size]
-    ascending[:size].sort()
+    sort_keys(keys, ascending, p.counts, size)
     return Ranked(least, most, forced, size)
 
 

@@ -212,6 +212,7 @@ class Planner(NamedTuple):
     floats: Array  # [3, K * S] float32, position-major
     ints: Array  # [5, S] int64
     last: Array  # [D, 2, S] int64: owners and drafts of a trimmed plan that may serve once more
+    counts: Array  # [K * S + 3] int64: buckets of the ranking's sort
 
 
 class Ranked(NamedTuple):
