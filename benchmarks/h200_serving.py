@@ -2,8 +2,9 @@
 
     python -m benchmarks.h200_serving --run "SmolLM2-135M=DIR" --run "Qwen3-8B shape, replayed=DIR2"
 
-Every folder holds the `cells.jsonl` of one run and, if it is to be on the page, `command.txt` with
-the commands that made it. Runs may differ in models and modes; each is a section of its own, and
+Every folder holds the `cells.jsonl` of one run and, if they are to be on the page, `command.txt`
+with the commands that made it and `notes.md` with what the figures do not say (where it loses, and
+why). Runs may differ in models and modes; each is a section of its own, and
 in the JSON's `rows` the workload carries the run's name. Goals are judged from the same figures.
 Without data nothing is written.
 """
@@ -33,11 +34,12 @@ _AFTER = "<!-- cpu-demo: end -->"
 
 @dataclass(frozen=True)
 class Run:
-    """One measured run: its report, and the commands that made it."""
+    """One measured run: its report, the commands that made it, and remarks."""
 
     name: str
     report: dict[str, Any]
     command: str
+    notes: str
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -60,8 +62,9 @@ def read_run(name: str, folder: Path) -> Run:
         for facts in (made["conditions"].get("engines") or {}).values():
             if "error" in facts:  # the rest is the end of a log, with paths of that machine
                 facts["error"] = facts["error"].split(";")[0].splitlines()[0]
-    command = folder / "command.txt"
-    return Run(name, made, command.read_text().strip() if command.exists() else "")
+    texts = [folder / name for name in ("command.txt", "notes.md")]
+    command, notes = (path.read_text().strip() if path.exists() else "" for path in texts)
+    return Run(name, made, command, notes)
 
 
 def write(runs: Sequence[Run], root: Path = ROOT) -> None:
@@ -125,6 +128,8 @@ def _verdicts(runs: Sequence[Run]) -> list[Verdict]:
 
 def _section(run: Run, stem: str, folder: Path) -> str:
     parts = [f"## {run.name}", report.markdown(*report.header_and_lines(run.report))]
+    if run.notes:
+        parts.append(run.notes)
     against = _against_adaptive(run.rows)
     if against:
         parts += ["Ours over stock adaptive verification:", against]
@@ -229,13 +234,22 @@ def _named(items: Sequence[str]) -> Iterator[tuple[str, Path]]:
         yield name, Path(folder)
 
 
+def _require_h200(runs: Sequence[Run]) -> None:
+    for run in runs:
+        device = run.report["fingerprint"]["device"]
+        if "H200" not in device:
+            raise BenchError(f"run {run.name!r} was measured on {device}, not on an H200")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Write everything, or say what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", action="append", required=True, metavar="NAME=FOLDER")
     try:
         named = list(_named(parser.parse_args(argv).run))
-        write([read_run(name, folder) for name, folder in named])
+        runs = [read_run(name, folder) for name, folder in named]
+        _require_h200(runs)
+        write(runs)
     except BenchError as error:
         print(error, file=sys.stderr)
         return 2

@@ -58,11 +58,11 @@ class Split:
 
 # Heads of 128 with 32-row tiles (today 64 keys, 4 warps, 3 stages, 2 resident): 8 requests leave
 # half of the SMs without a tile, so either chunks are cut (many small items: more resident blocks,
-# less in flight each) or each tile streams faster (deeper pipelines, wider key tiles, 8 warps).
+# less in flight each) or each tile streams faster (deeper pipelines, 8 warps). 128 keys spill.
 _TILES_128 = (
     Tile(64, 4, 4, 1), Tile(64, 4, 4, 2), Tile(64, 8, 3, 2), Tile(64, 8, 4, 1), Tile(64, 4, 2, 3),
-    Tile(32, 4, 4, 3), Tile(32, 4, 6, 2), Tile(128, 4, 2, 1), Tile(128, 8, 2, 1),
-    Tile(128, 8, 3, 1), Tile(64, 4, 3, 2, 64), Tile(64, 8, 3, 1, 64),
+    Tile(32, 4, 4, 3), Tile(32, 4, 6, 2), Tile(64, 4, 3, 1), Tile(64, 4, 5, 1),
+    Tile(64, 4, 3, 2, 64), Tile(64, 8, 3, 1, 64),
 )  # fmt: skip
 # Heads of 64 (today 64 rows by wgmma, 64 keys, 4 warps, 3 stages, 3 resident). 72 % of the copy
 # bandwidth: pages are 128-byte rows, so more bytes in flight (stages, keys) and fewer address
@@ -99,7 +99,7 @@ DRAFT = {
     ),
     64: (
         DraftLaunch(64, 64, 16, 2, 1), DraftLaunch(64, 64, 8, 2, 1),
-        DraftLaunch(64, 128, 16, 2, 1), DraftLaunch(64, 32, 8, 2, 2),
+        DraftLaunch(64, 64, 16, 3, 1), DraftLaunch(64, 32, 8, 2, 2),
         DraftLaunch(64, 32, 8, 4, 1), DraftLaunch(64, 32, 4, 3, 2),
         DraftLaunch(32, 64, 8, 3, 1), DraftLaunch(32, 128, 8, 2, 1), DraftLaunch(32, 32, 4, 4, 3),
         DraftLaunch(16, 64, 8, 3, 2), DraftLaunch(16, 64, 4, 2, 3),

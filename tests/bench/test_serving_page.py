@@ -39,6 +39,7 @@ def measured(folder: Path, rates: dict[str, float] = RATES, settled: int | None 
                     found = figures(rate + load + 0.1 * repeat, 1e3 / rate, settled)
                     store.add(Cell(key, found))
     (folder / "command.txt").write_text("vllm-dspark bench --out DIR\n")
+    (folder / "notes.md").write_text("It loses at 128, because.\n")
     engines = {
         "ours": {"start_s": 41.2, "gpu_gib": 31.5},
         "off": {"start_s": 30.0},
@@ -76,6 +77,7 @@ def test_rows_say_what_was_measured(root: Path, tmp_path: Path) -> None:
     assert "| short | 0 | 32 | 132.1 | 182.1 | 172.1 | 152.1 | **192.1** |" in text
     assert "vllm-dspark bench --out DIR" in text and "vllm 0.32.0" in text
     assert "| ours | 41 | 31.50 |\n| off | 30 |  |" in text
+    assert text.count("It loses at 128, because.") == 2
     assert "Left out: fixed1 (no memory)." in text
     assert "/machine" not in (root / "docs/benchmarks/h200-serving.json").read_text()
     assert (root / "docs/benchmarks/h200-serving-2-frontier.svg").exists()
@@ -115,7 +117,9 @@ def test_goals_are_judged_by_the_cells(
 
 def test_nothing_is_written_without_data(root: Path, tmp_path: Path) -> None:
     CellStore(tmp_path / "empty" / "cells.jsonl", PRINT)
+    elsewhere = measured(tmp_path / "cpu")  # by "a GPU", whatever that is
     before = sorted(root.rglob("*"))
     assert h200_serving.main(["--run", f"x={tmp_path / 'empty'}"]) == 2
     assert h200_serving.main(["--run", "no folder"]) == 2
+    assert h200_serving.main(["--run", f"x={elsewhere}"]) == 2
     assert sorted(root.rglob("*")) == before
