@@ -173,7 +173,7 @@ def page(found: Mapping[str, Any], notes: str) -> str:
     return f"""# Planning on a CPU
 
 Written by `python -m benchmarks.cpu_planning page`; raw cells, medians and spreads lie beside this
-page as JSON. Output tokens per second, medians of {settings["repeats"]} interleaved repeats; bold:
+page as JSON. Output tokens per second, medians of {_repeats(found)} interleaved repeats; bold:
 the fastest of the row. "ours / best fixed": the best of no speculation and all fixed K, chosen for
 each repeat by the other repeats, with a 95 % bootstrap interval.
 
@@ -228,15 +228,27 @@ _COMMANDS = """```bash title="not run: a measurement, an hour of a quiet machine
 P="--prompts PROMPTS.jsonl --work DIR"
 python -m benchmarks.cpu_planning split $P
 python -m benchmarks.cpu_planning calibrate $P --pairs PAIRS.jsonl
-python -m benchmarks.cpu_cost_table --out DIR/cost-table.json
+python -m benchmarks.cpu_cost_table --out DIR/cost-table.json --seconds 60
 vllm-dspark bench --out DIR --workload decode --concurrency 1,2,4,8,16,32 --temperature 0,1 \\
-  --modes off,fixed1,fixed2,fixed3,fixed5,fixed7,ours --share-engines --repeats 5 \\
-  --tokens 24 --least-tokens 72 --outrank --prompts DIR/bench-prompts.jsonl \\
-  --pair '{"engine": {"enforce_eager": true}, "plugin_options": {
+  --modes off,fixed1,fixed2,fixed3,fixed5,fixed7,ours --slices 0.15 --repeats 6 \\
+  --time-limit 1440 --tokens 64 --least-tokens 128 --outrank --prompts DIR/bench-prompts.jsonl \\
+  --pair '{"engine": {"enforce_eager": true},
+    "speculative": {"draft_sample_method": "probabilistic"}, "plugin_options": {
     "cost_table": "DIR/cost-table.json", "calibration": "DIR/calibration.json"}}'
 python -m benchmarks.cpu_planning page $P
 ```
 """
+
+
+def _repeats(found: Mapping[str, Any]) -> str:
+    """Repeats that modes have, which a time limit can make unequal: "3", "2 to 4"."""
+    counts = [
+        int(figures["tokens_per_s"]["repeats"])
+        for row in found["rows"]
+        for figures in row["modes"].values()
+    ]
+    least, most = min(counts), max(counts)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _foreign(found: Mapping[str, Any]) -> float:
