@@ -21,12 +21,22 @@ def test_slow_stretches_leave_no_kinks() -> None:
             cells[requests, tokens, kv] = [
                 ((30.0 + 0.5 * tokens + kv / 1000) * f, (8.0 + requests) * f) for f in slow
             ]
-    table = cpu_cost_table.table_of(cells)
+    narrow = {
+        (requests, columns): [(5.0 + columns + 0.1 * requests) * f for f in slow]
+        for requests in (1, 8)
+        for columns in (1, 3)
+    }
+    table = cpu_cost_table.table_of(cells, narrow)
     ragged = table.grids[StepMode.EAGER, StepShape.RAGGED]
     assert np.allclose(ragged.median_ms[0], [30.128 + 0.5 * n for n in ragged.sizes], rtol=0.02)
     single = table.grids[StepMode.EAGER, StepShape.SINGLE]
     assert single.sizes == (1, 2, 4, 8)
     assert np.allclose(table.draft.median_ms[0], [8.0 + r for r in table.draft.sizes], rtol=0.02)
+    for columns in (1, 3):
+        passes = table.narrow[columns]
+        assert passes.sizes == (1, 8)
+        expected = [5.0 + columns + 0.1 * requests for requests in passes.sizes]
+        assert np.allclose(passes.median_ms[0], expected, rtol=0.02)
 
 
 def write_prompts(path: Path) -> None:
