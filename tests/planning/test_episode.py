@@ -89,13 +89,11 @@ def run(rates, steps, warm_up=100, seed=0, eager=False):
 def test_equal_requests_never_lose_to_the_best_fixed_setting(n, rate):
     """Measured 0.99 to 1.00 from 16 requests on; below, noise of the realised sum is 2 %.
 
-    Catches believing every request's luck (a fixed, small shrinkage loses 2.5 % here). At 64
-    requests and a rate of 1/2 exactly one draft each is best and a few second ones look as good:
-    0.966 to 0.971 with five seeds.
+    Catches believing every request's luck (a fixed, small shrinkage loses 2.5 % here), also where
+    it is the prior that is still on its way and not the requests that differ.
     """
     ours, fixed = run(np.full(n, rate), 600 if n < 64 else 300)
-    least = 0.95 if n < 16 or (n, rate) == (64, 0.5) else 0.98
-    assert ours >= least * fixed
+    assert ours >= (0.95 if n < 16 else 0.98) * fixed
 
 
 @pytest.mark.parametrize("eager", [False, True])

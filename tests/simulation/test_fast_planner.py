@@ -20,6 +20,7 @@ from vllm_dspark.simulation.exact import RealPlanner
 from vllm_dspark.simulation.setup import build
 
 KINDS, REASONS = list(PlanKind), list(Reason)
+BLOCKS = 4
 NUM_CASES = 144
 
 
@@ -66,15 +67,22 @@ def _compare(seed: int, seen: Counter) -> int:
     raise AssertionError(f"seed {seed}: the simulation does not end")
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_compiled_planner_equals_planner(block: int) -> None:
+@pytest.fixture(scope="module")
+def seen_by_block() -> dict[int, Counter]:
+    """Reasons of the compared decisions."""
+    return {}
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_compiled_planner_equals_planner(block: int, seen_by_block: dict[int, Counter]) -> None:
     """Catches any decision that differs: kind, reason, budget, window of a request, drafting."""
-    seen: Counter = Counter()
-    steps = sum(_compare(seed, seen) for seed in range(block, NUM_CASES, 4))
+    seen = seen_by_block[block] = Counter()
+    steps = sum(_compare(seed, seen) for seed in range(block, NUM_CASES, BLOCKS))
     assert steps > 3000
     # Reasons that a simulated engine can meet must have been compared, or equality proves little.
-    reached = {Reason.MIXED, Reason.NATIVE_BEST, Reason.TRIM_GAIN, Reason.SKIP_GAIN}
-    assert reached <= seen.keys(), seen
+    assert {Reason.MIXED, Reason.NATIVE_BEST, Reason.TRIM_GAIN} <= seen.keys(), seen
+    if len(seen_by_block) == BLOCKS:  # rare: not in every block
+        assert any(Reason.SKIP_GAIN in found for found in seen_by_block.values()), seen_by_block
 
 
 def test_speed_script_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

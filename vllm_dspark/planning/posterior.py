@@ -197,7 +197,10 @@ class AcceptancePosterior:
         variance = float(rate * (1.0 - rate))
         trials = np.maximum(trials, np.float32(1.0))  # the unseasoned weigh nothing
         luck = variance / (trials * np.float32(1.0 + _KEEP_REQUEST))
-        squared = (residual / trials) ** 2 - luck
+        rates = residual / trials
+        # About their mean: what all have in common is an error of the prior, which is slower.
+        mean = np.float32(np.add.reduce(seasoned * rates) / total)
+        squared = (rates - mean) ** 2 - luck
         between = float(np.add.reduce(seasoned * squared)) / total
         self._between += _SHRINKAGE_RATE * (between - self._between)
         self._within += _SHRINKAGE_RATE * (variance - self._within)

@@ -254,7 +254,7 @@ def set_prior(x: Learner, d: int):
 
 @inner
 def _learn_shrinkage(x: Learner, d: int, slots, n: int, admitted, accepted):
-    total = squares = 0.0
+    total = pulls = squares = 0.0
     rate = np.float32(x.prior[d].mean())
     variance = np.float32(rate * np.float32(_ONE - rate))
     for i in range(n):
@@ -263,12 +263,20 @@ def _learn_shrinkage(x: Learner, d: int, slots, n: int, admitted, accepted):
         if trials < _SEASONED or min(admitted[i], accepted[i] + 1) == 0:
             continue
         weight = x.cap_weight[d, _POSTERIOR, x.slot[d, L_OWNER, slot] % BUCKETS]
-        luck = np.float32(variance / np.float32(trials * _LUCK))
-        share = np.float32(x.own[d, RESIDUAL, slot] / trials)
         total += weight
-        squares += np.float32(weight * np.float32(np.float32(share * share) - luck))
+        pulls += np.float32(weight * np.float32(x.own[d, RESIDUAL, slot] / trials))
     if total < 2.0:
         return
+    mean = np.float32(pulls / total)
+    for i in range(n):
+        slot = slots[i]
+        trials = x.own[d, TRIALS, slot]
+        if trials < _SEASONED or min(admitted[i], accepted[i] + 1) == 0:
+            continue
+        weight = x.cap_weight[d, _POSTERIOR, x.slot[d, L_OWNER, slot] % BUCKETS]
+        luck = np.float32(variance / np.float32(trials * _LUCK))
+        share = np.float32(np.float32(x.own[d, RESIDUAL, slot] / trials) - mean)
+        squares += np.float32(weight * np.float32(np.float32(share * share) - luck))
     s = x.scalars[d]
     s[BETWEEN] += _SHRINKAGE_RATE * (squares / total - s[BETWEEN])
     s[WITHIN] += _SHRINKAGE_RATE * (np.float64(variance) - s[WITHIN])
