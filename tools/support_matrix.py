@@ -1,6 +1,6 @@
 """Write docs/support-matrix.md and docs/known-reports.md from recorded test outcomes.
 
-make test ARGS="--record-support docs/support-outcomes.json"
+make test ARGS="--record-support=docs/support-outcomes.json"
 python tools/support_matrix.py
 """
 

@@ -1,4 +1,4 @@
-"""pytest hooks that record outcomes for the support matrix: `pytest --record-support FILE`.
+"""pytest hooks that record outcomes for the support matrix: `pytest --record-support=FILE`.
 
 Only outcomes that a row of the matrix asks for are kept. Runs add to the file, so that the three
 runs of `make test` fill it together.
