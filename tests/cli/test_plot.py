@@ -170,6 +170,8 @@ def _series(**changes: Any) -> dict[str, Any]:
     ("obj", "message"),
     [
         ({"tokens": 1}, 'holds no "figures"'),
+        ({"kind": "cost_table", "version": 99}, "has version 99; this release reads version 1"),
+        ({"kind": "cost_table", "version": 1}, "no whole cost_table record: KeyError"),
         ({"figures": 1}, '"figures" is no list'),
         ({"figures": []}, "nothing to draw"),
         ({"figures": [{"figure": "pie"}]}, "figure 1: kind 'pie' is none of"),

@@ -225,6 +225,8 @@ def test_top_watches_a_server_under_load(client: Any, server: RunningServer) -> 
     top = subprocess.Popen(
         top_command(server.port, "--interval", "0.5"),
         env={**os.environ, "COLUMNS": "120"},
+        # A suite in the background of a shell ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

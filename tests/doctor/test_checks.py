@@ -215,3 +215,11 @@ def test_command_prints_and_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     usage = CliRunner().invoke(app, ["doctor", "--speculative-config", "{"])
     assert usage.exit_code == 2
     assert "Example: vllm-dspark doctor" in CliRunner().invoke(app, ["doctor", "-h"]).output
+
+
+@pytest.mark.parametrize("given", ["x", [], 3, True])
+def test_options_that_are_no_object(tmp_path: Path, given: object) -> None:
+    """Catches a stack trace, or silence, where the plugin's options are of another kind."""
+    with pytest.raises(DSparkConfigError, match="must be a JSON object") as caught:
+        subject(tmp_path, speculative={"dspark": given})
+    assert f'"dspark" = {given!r}' in str(caught.value)

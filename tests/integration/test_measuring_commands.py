@@ -58,10 +58,14 @@ def test_a_start_after_profile_measures_nothing(
     honest = profiling.measure_once
     seen = []
 
-    def measure(runner: Any, requests: int, tokens: int, kv_tokens: int) -> Any:
-        timing = honest(runner, requests, tokens, kv_tokens)
-        seen.append((tokens, requests, timing.forward_ms))
-        return replace(timing, forward_ms=5.0 + tokens, draft_ms=1.0 + requests)
+    def measure(
+        runner: Any, requests: int, tokens: int, kv_tokens: int, columns: Any = None
+    ) -> Any:
+        timing = honest(runner, requests, tokens, kv_tokens, columns)
+        if columns is None:
+            seen.append((tokens, requests, timing.forward_ms))
+        width = 7 if columns is None else columns
+        return replace(timing, forward_ms=5.0 + tokens, draft_ms=(1.0 + requests) * width / 7)
 
     monkeypatch.setattr(profiling, "measure_once", measure)
     report = run_profile(ProfileOptions(arguments(pair), repeats=3), console())

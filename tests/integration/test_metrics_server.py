@@ -102,7 +102,7 @@ def complete(base, tokens):
         return json.load(answer)["usage"]["completion_tokens"]
 
 
-def test_metrics_of_two_api_servers(pair, tmp_path):
+def test_two_api_servers(pair, tmp_path):
     """Every metric of the catalog arrives with vLLM's labels, from every API server.
 
     One API server: tests/cli/test_serve_http.py. Metrics off: test_metrics_engine.py.

@@ -43,6 +43,7 @@ def _imports_out_of_gc() -> Iterator[None]:
     if isinstance(gc.freeze, mock.NonCallableMock):  # an engine beside another one
         yield
         return
+    gc.collect()  # an engine that has ended but is still referred to must not be frozen too
     gc.freeze()
     thaw = gc.unfreeze
     try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_dspark.artifacts.schema import VERSION
 from vllm_dspark.cli.result_figures import Figure, bench_figures, simulation_figures
 from vllm_dspark.errors import InputError
 from vllm_dspark.planning.reliability import Bin, ClassFit
@@ -166,10 +167,8 @@ def figures_of(obj: Mapping[str, Any], where: str) -> list[Figure]:
         for number, figure in enumerate(listed, 1):
             _check(figure, f"{where}, figure {number}")
         figures: list[Figure] = listed
-    elif obj.get("kind") == "cost_table":
-        figures = cost_figures(obj)
-    elif obj.get("kind") == "calibration":
-        figures = recorded_figures(obj)
+    elif obj.get("kind") in ("cost_table", "calibration"):
+        figures = _artifact_figures(obj, where)
     elif obj.get("kind") == "simulation" or isinstance(obj.get("rows"), list):
         build = simulation_figures if obj.get("kind") == "simulation" else bench_figures
         try:
@@ -184,6 +183,17 @@ def figures_of(obj: Mapping[str, Any], where: str) -> list[Figure]:
     if not figures:
         raise InputError(f"{where} holds nothing to draw")
     return figures
+
+
+def _artifact_figures(obj: Mapping[str, Any], where: str) -> list[Figure]:
+    if obj.get("version") != VERSION:
+        raise InputError(
+            f"{where} has version {obj.get('version')!r}; this release reads version {VERSION}"
+        )
+    try:
+        return cost_figures(obj) if obj["kind"] == "cost_table" else recorded_figures(obj)
+    except (KeyError, TypeError, IndexError) as error:
+        raise InputError(f"{where} is no whole {obj['kind']} record: {error!r}") from error
 
 
 def _check(figure: Any, where: str) -> None:

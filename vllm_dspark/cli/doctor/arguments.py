@@ -127,6 +127,11 @@ def parse_serve(arguments: Sequence[str]) -> ServeArguments:
             values.pop(name, None)
     speculative = _speculative(values)
     options = speculative.pop("dspark", {})
+    if not isinstance(options, Mapping):
+        raise DSparkConfigError(
+            f'"dspark" = {options!r} in --speculative-config must be a JSON object, such as '
+            '{"scheduling": true}'
+        )
     return ServeArguments(str(target), speculative, options, values, tuple(unread))
 
 

@@ -10,18 +10,21 @@ import math
 
 import numpy as np
 
-from vllm_dspark.planning import influence, online, posterior
+from vllm_dspark.planning import online, posterior
 from vllm_dspark.planning import table as request_table
 from vllm_dspark.simulation.core.jit import inner
+from vllm_dspark.simulation.core.shared_rates import (
+    cap_close,
+    cap_count,
+    learn_shrinkage,
+    refresh_prior,
+    teach_shared,
+)
 from vllm_dspark.simulation.core.state import (
-    BETWEEN,
     BIAS,
     BUCKETS,
-    CAP_UNTIL,
     DUE,
-    HITS,
     IDENTITY,
-    KNOWN,
     L_ACCEPTED,
     L_ADMITTED,
     L_OUTCOME,
@@ -34,37 +37,23 @@ from vllm_dspark.simulation.core.state import (
     OBSERVED,
     OUTCOMES,
     P_OFFSET,
-    P_RATE,
     P_START,
     P_SUMS,
-    P_TRIALS,
-    PULL,
     RESIDUAL,
-    SEEN,
     SHRINKAGE,
     SLOPE,
     TRIALS,
     UNTIL_REFRESH,
-    WITHIN,
     Learner,
 )
 
 _KEEP = np.float32(posterior._KEEP_REQUEST)
-_REFRESH = posterior._REFRESH
 _ENOUGH_OBSERVED = posterior._ENOUGH_OBSERVED
-_SEASONED = posterior._SEASONED
-_SHRINKAGE_RATE = posterior._SHRINKAGE_RATE
-_LEAST_SHRINKAGE, _MOST_SHRINKAGE = posterior._LEAST_SHRINKAGE, posterior._MOST_SHRINKAGE
-_FORGET = posterior._FORGET_SHARED
 _ROW_WEIGHT = np.float32(posterior._ROW_WEIGHT)
 _LOWEST, _HIGHEST = posterior._LOWEST, posterior._HIGHEST
-_LUCK = np.float32(1.0 + posterior._KEEP_REQUEST)
 _SHARED_ROWS = posterior._SHARED_ROWS
 _LEARN_PERIOD, _LEARN_ROWS = request_table._LEARN_PERIOD, request_table._LEARN_ROWS
 _BOUND, _STEP, _ENOUGH, _RIDGE = online.BOUND, online._STEP, online._ENOUGH, online._RIDGE
-_CAP_REFRESH, _CAP_KEEP, _LOUD = influence._REFRESH, influence._KEEP, influence._LOUD
-_KEEP_TAUGHT = posterior._KEEP_REQUEST
-_CLIP, _PRUDENCE = posterior._CLIP, posterior._PRUDENCE
 _EDGE = np.float32(1e-6)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _MAX_ROW_AGE = 4
@@ -92,48 +81,6 @@ def calibrate(x: Learner, d: int, group: int, k: int, confidence):
     z = np.float32(math.log(p / (_ONE - p)))
     z = np.float32(z * x.temper[d, SLOPE, group, k]) + x.temper[d, BIAS, group, k]
     return np.float32(_ONE / np.float32(np.float32(math.exp(np.float32(z))) + _ONE))
-
-
-# ---- the influence cap
-
-
-@inner
-def _cap_count(x: Learner, d: int, which: int, owner: int):
-    x.cap_rows[d, 4 + which, owner % BUCKETS] += 1.0
-
-
-@inner
-def _cap_close(x: Learner, d: int, which: int):
-    """After all rows of a call were counted: refresh the weights when it is time."""
-    rows, steps, new = x.cap_rows[d, which], x.cap_rows[d, 2 + which], x.cap_rows[d, 4 + which]
-    for j in range(BUCKETS):
-        if new[j] > 0.0:
-            rows[j] += new[j]
-            steps[j] += 1.0
-            new[j] = 0.0
-    x.scalars[d, CAP_UNTIL + which] -= 1
-    if x.scalars[d, CAP_UNTIL + which] > 0:
-        return
-    x.scalars[d, CAP_UNTIL + which] = _CAP_REFRESH
-    weights = x.cap_weight[d, which]
-    at_once = rows / np.maximum(steps, 1e-9)
-    seen = rows >= 1.0
-    if seen.any():
-        usual, total = _lower_median(at_once[seen]), _lower_median(rows[seen])
-        for j in range(BUCKETS):
-            ratio = usual / max(at_once[j], usual)
-            if at_once[j] > _LOUD * usual:
-                ratio = min(ratio, total / max(rows[j], total))
-            weights[j] = np.float32(ratio)
-    for j in range(BUCKETS):
-        rows[j] *= _CAP_KEEP
-        steps[j] *= _CAP_KEEP
-
-
-@inner
-def _lower_median(values) -> float:
-    values.sort()
-    return values[(values.size - 1) // 2]
 
 
 # ---- outcomes
@@ -188,100 +135,14 @@ def _observe(x: Learner, d: int, slots, n: int, admitted, accepted):
         return
     for i in range(n):
         if min(admitted[i], accepted[i] + 1) > 0:
-            _cap_count(x, d, _POSTERIOR, x.slot[d, L_OWNER, slots[i]])
+            cap_count(x, d, _POSTERIOR, x.slot[d, L_OWNER, slots[i]])
     x.scalars[d, OBSERVED] += num_shared
-    _cap_close(x, d, _POSTERIOR)
-    _teach_shared(x, d, slots, n, admitted, accepted)
+    cap_close(x, d, _POSTERIOR)
+    teach_shared(x, d, slots, n, admitted, accepted)
     x.scalars[d, UNTIL_REFRESH] -= 1
     if x.scalars[d, UNTIL_REFRESH] <= 0:
-        _refresh_prior(x, d)
-        _learn_shrinkage(x, d, slots, n, admitted, accepted)
-
-
-@inner
-def _teach_shared(x: Learner, d: int, slots, n: int, admitted, accepted):
-    """AcceptancePosterior._teach_shared."""
-    known, hits, sums = x.taught[d, KNOWN], x.taught[d, HITS], x.sums[d]
-    for i in range(n):
-        slot = slots[i]
-        observed = min(admitted[i], accepted[i] + 1)
-        if observed == 0:
-            continue
-        group = int(x.slot[d, L_SAMPLED, slot])
-        weight = np.float64(x.cap_weight[d, _POSTERIOR, x.slot[d, L_OWNER, slot] % BUCKETS])
-        for k in range(x.prior.shape[2]):
-            known[k, slot] *= _KEEP_TAUGHT
-            hits[k, slot] *= _KEEP_TAUGHT
-            if k >= observed:
-                continue
-            known[k, slot] += 1.0
-            if k < accepted[i]:
-                hits[k, slot] += 1.0
-            gap = hits[k, slot] - known[k, slot] * np.float64(x.prior[d, group, k])
-            gap /= known[k, slot] + _PRUDENCE
-            size = max(abs(gap), _CLIP)
-            gap = min(max(gap, -_CLIP), _CLIP) * math.sqrt(_CLIP / size)
-            sums[SEEN, group, k] += weight
-            sums[PULL, group, k] += weight * gap
-
-
-@inner
-def _refresh_prior(x: Learner, d: int):
-    """AcceptancePosterior._refresh."""
-    x.scalars[d, UNTIL_REFRESH] = _REFRESH
-    for group in range(2):
-        for k in range(x.prior.shape[2]):
-            seen = x.sums[d, SEEN, group, k]
-            trials = math.exp(-_FORGET * seen) * x.shared[d, P_TRIALS, group, k] + seen
-            rate = x.shared[d, P_RATE, group, k] + x.sums[d, PULL, group, k] / trials
-            x.shared[d, P_TRIALS, group, k] = trials
-            x.shared[d, P_RATE, group, k] = min(max(rate, 0.0), 1.0)
-            x.sums[d, SEEN, group, k] = x.sums[d, PULL, group, k] = 0.0
-    set_prior(x, d)
-
-
-@inner
-def set_prior(x: Learner, d: int):
-    """Priors and their running sums from trials and acceptances."""
-    for group in range(2):
-        total = _ZERO
-        for k in range(x.prior.shape[2]):
-            share = np.float32(x.shared[d, P_RATE, group, k])
-            x.prior[d, group, k] = share
-            total = np.float32(total + share)
-            x.expected[d, group, k + 1] = total
-
-
-@inner
-def _learn_shrinkage(x: Learner, d: int, slots, n: int, admitted, accepted):
-    total = pulls = squares = 0.0
-    rate = np.float32(x.prior[d].mean())
-    variance = np.float32(rate * np.float32(_ONE - rate))
-    for i in range(n):
-        slot = slots[i]
-        trials = x.own[d, TRIALS, slot]
-        if trials < _SEASONED or min(admitted[i], accepted[i] + 1) == 0:
-            continue
-        weight = x.cap_weight[d, _POSTERIOR, x.slot[d, L_OWNER, slot] % BUCKETS]
-        total += weight
-        pulls += np.float32(weight * np.float32(x.own[d, RESIDUAL, slot] / trials))
-    if total < 2.0:
-        return
-    mean = np.float32(pulls / total)
-    for i in range(n):
-        slot = slots[i]
-        trials = x.own[d, TRIALS, slot]
-        if trials < _SEASONED or min(admitted[i], accepted[i] + 1) == 0:
-            continue
-        weight = x.cap_weight[d, _POSTERIOR, x.slot[d, L_OWNER, slot] % BUCKETS]
-        luck = np.float32(variance / np.float32(trials * _LUCK))
-        share = np.float32(np.float32(x.own[d, RESIDUAL, slot] / trials) - mean)
-        squares += np.float32(weight * np.float32(np.float32(share * share) - luck))
-    s = x.scalars[d]
-    s[BETWEEN] += _SHRINKAGE_RATE * (squares / total - s[BETWEEN])
-    s[WITHIN] += _SHRINKAGE_RATE * (np.float64(variance) - s[WITHIN])
-    floor = s[WITHIN] / _MOST_SHRINKAGE
-    s[SHRINKAGE] = max(_LEAST_SHRINKAGE, s[WITHIN] / max(s[BETWEEN], floor, 1e-9))
+        refresh_prior(x, d)
+        learn_shrinkage(x, d, slots, n, admitted, accepted)
 
 
 # ---- rows and calibration
@@ -330,10 +191,10 @@ def _learn(x: Learner, d: int, slots, n: int, matched: int, turn: int):
         chosen[i] = chosen[i] and _reaches(x, d, slot)
         if chosen[i]:
             verified += 1
-            _cap_count(x, d, _ONLINE, x.slot[d, L_OWNER, slot])
+            cap_count(x, d, _ONLINE, x.slot[d, L_OWNER, slot])
     if not verified:
         return
-    _cap_close(x, d, _ONLINE)
+    cap_close(x, d, _ONLINE)
     for i in range(n):
         if not chosen[i]:
             continue
