@@ -223,3 +223,22 @@ def test_options_that_are_no_object(tmp_path: Path, given: object) -> None:
     with pytest.raises(DSparkConfigError, match="must be a JSON object") as caught:
         subject(tmp_path, speculative={"dspark": given})
     assert f'"dspark" = {given!r}' in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{"num_speculative_tokens": k} for k in (7.5, "7", True)])
+def test_numbers_that_are_none(tmp_path: Path, given: dict[str, object]) -> None:
+    """Catches 7.5 taken as 7, and true as 1."""
+    with pytest.raises(DSparkConfigError, match="must be a whole number"):
+        subject(tmp_path, speculative=given)
+
+
+def test_a_model_that_is_no_text(tmp_path: Path) -> None:
+    """Catches advice to download the model 5."""
+    with pytest.raises(DSparkConfigError, match=r'"model" = 5 .* must be a folder or a hub id'):
+        subject(tmp_path, speculative={"model": 5})
+
+
+def test_a_negative_number_of_requests(tmp_path: Path) -> None:
+    """Catches a check that multiplies it into a budget with room to spare."""
+    with pytest.raises(DSparkConfigError, match=r"--max-num-seqs -4 must be at least 1"):
+        subject(tmp_path, "--max-num-seqs", "-4")

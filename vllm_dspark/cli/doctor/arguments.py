@@ -125,6 +125,9 @@ def parse_serve(arguments: Sequence[str]) -> ServeArguments:
             values[name] = _size(name, str(values[name]))
         else:
             values.pop(name, None)
+    seqs = values.get("max_num_seqs")
+    if isinstance(seqs, int) and seqs < 1:
+        raise DSparkConfigError(f"--max-num-seqs {seqs} must be at least 1")
     speculative = _speculative(values)
     options = speculative.pop("dspark", {})
     if not isinstance(options, Mapping):
@@ -172,6 +175,15 @@ def _speculative(values: dict[str, Any]) -> dict[str, Any]:
     ):
         if flag in values:
             config[key] = values.pop(flag)
+    width, model = config.get("num_speculative_tokens"), config.get("model")
+    if width is not None and type(width) is not int:  # a bool is none either
+        raise DSparkConfigError(
+            f'"num_speculative_tokens" = {width!r} in --speculative-config must be a whole number'
+        )
+    if model is not None and not isinstance(model, str):
+        raise DSparkConfigError(
+            f'"model" = {model!r} in --speculative-config must be a folder or a hub id, as text'
+        )
     return config
 
 
