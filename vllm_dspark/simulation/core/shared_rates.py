@@ -128,7 +128,7 @@ def refresh_prior(x: Learner, d: int):
 
 @inner
 def set_prior(x: Learner, d: int):
-    """Priors and their running sums from trials and acceptances."""
+    """Priors and their running sums from the shared rates."""
     for group in range(2):
         total = _ZERO
         for k in range(x.prior.shape[2]):
@@ -139,30 +139,37 @@ def set_prior(x: Learner, d: int):
 
 
 @inner
+def _seasoned_weight(x: Learner, d: int, slot: int, admitted: int, accepted: int):
+    """What a request's residual weighs in the spread; 0 if it says nothing, or had no draft."""
+    if x.own[d, TRIALS, slot] < _SEASONED or min(admitted, accepted + 1) == 0:
+        return _ZERO
+    return x.cap_weight[d, _POSTERIOR, x.slot[d, L_OWNER, slot] % BUCKETS]
+
+
+@inner
 def learn_shrinkage(x: Learner, d: int, slots, n: int, admitted, accepted):
     total = pulls = squares = 0.0
     rate = np.float32(x.prior[d].mean())
     variance = np.float32(rate * np.float32(_ONE - rate))
     for i in range(n):
         slot = slots[i]
-        trials = x.own[d, TRIALS, slot]
-        if trials < _SEASONED or min(admitted[i], accepted[i] + 1) == 0:
-            continue
-        weight = x.cap_weight[d, _POSTERIOR, x.slot[d, L_OWNER, slot] % BUCKETS]
-        total += weight
-        pulls += np.float32(weight * np.float32(x.own[d, RESIDUAL, slot] / trials))
+        weight = np.float32(_seasoned_weight(x, d, slot, admitted[i], accepted[i]))
+        if weight > _ZERO:
+            total += weight
+            pulls += np.float32(
+                weight * np.float32(x.own[d, RESIDUAL, slot] / x.own[d, TRIALS, slot])
+            )
     if total < 2.0:
         return
     mean = np.float32(pulls / total)
     for i in range(n):
         slot = slots[i]
-        trials = x.own[d, TRIALS, slot]
-        if trials < _SEASONED or min(admitted[i], accepted[i] + 1) == 0:
-            continue
-        weight = x.cap_weight[d, _POSTERIOR, x.slot[d, L_OWNER, slot] % BUCKETS]
-        luck = np.float32(variance / np.float32(trials * _LUCK))
-        share = np.float32(np.float32(x.own[d, RESIDUAL, slot] / trials) - mean)
-        squares += np.float32(weight * np.float32(np.float32(share * share) - luck))
+        weight = np.float32(_seasoned_weight(x, d, slot, admitted[i], accepted[i]))
+        if weight > _ZERO:
+            trials = x.own[d, TRIALS, slot]
+            luck = np.float32(variance / np.float32(trials * _LUCK))
+            share = np.float32(np.float32(x.own[d, RESIDUAL, slot] / trials) - mean)
+            squares += np.float32(weight * np.float32(np.float32(share * share) - luck))
     s = x.scalars[d]
     s[BETWEEN] += _SHRINKAGE_RATE * (squares / total - s[BETWEEN])
     s[WITHIN] += _SHRINKAGE_RATE * (np.float64(variance) - s[WITHIN])
