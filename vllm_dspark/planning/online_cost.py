@@ -10,8 +10,10 @@ Each measured step moves both by a small share of its clipped innovation
 clip(log(measured / T), +-CLIP), so one stalled step moves a price by well under one
 per cent. The shared factor matters more than it looks: were only visited cells
 corrected, a machine that slows down would make every unvisited cell look better than
-it is, and the planner would run in circles. A cell whose factor passes the drift
-limit after enough samples is reported; `corrected_table` is what gets persisted.
+it is, and the planner would run in circles. Where most of the last steps agree that
+the machine has changed, the shared factor therefore follows at once (shift.py). A cell
+whose factor passes the drift limit after enough samples is reported; `corrected_table`
+is what gets persisted.
 """
 
 import math
@@ -30,6 +32,7 @@ from vllm_dspark.planning.cost import (
     StepTiming,
 )
 from vllm_dspark.planning.draft_cost import DraftShares
+from vllm_dspark.planning.shift import ShiftWatch
 
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -87,6 +90,8 @@ class CostModel:
         self.online = online
         self._mode_factor = dict.fromkeys(StepMode, 0.0)
         self._draft_factor = 0.0
+        self._mode_watch = {mode: ShiftWatch() for mode in StepMode}
+        self._draft_watch = ShiftWatch()
         self._until_refresh = _REFRESH
         # by request count and columns (None: all), until the next refresh
         self._draft_ms: dict[tuple[int, int | None], float] = {}
@@ -152,24 +157,43 @@ class CostModel:
         """Correct prices with one measured step."""
         if not self.online:
             return
-        key = self.table.resolve(timing.mode, timing.shape)
-        predicted = self.step_ms(timing.mode, timing.shape, timing.kv_tokens, timing.num_tokens)
-        if key is not None and predicted is not None:
-            innovation = _innovation(timing.forward_ms, predicted[1])
-            factor = self._mode_factor[timing.mode] + _RATE_MODE * innovation
-            self._mode_factor[timing.mode] = _bounded(factor, BOUND_MODE)
-            self._move(key, timing.num_tokens, innovation)
+        shifted = self._observe_forward(timing)
         if timing.draft_ms is not None:
-            columns = timing.draft_width
-            innovation = _innovation(timing.draft_ms, self.draft_ms(timing.num_requests, columns))
-            self._draft_factor = _bounded(self._draft_factor + _RATE_MODE * innovation, BOUND_MODE)
-            if columns is None:
-                self._move(_DRAFT, timing.num_requests, innovation)
-            else:
-                self._shares.correct(columns, innovation)
+            shifted |= self._observe_draft(timing, timing.draft_ms)
         self._until_refresh -= 1
-        if self._until_refresh <= 0:
+        if shifted or self._until_refresh <= 0:
             self._refresh()
+
+    def _observe_forward(self, timing: StepTiming) -> bool:
+        """Learn from a verification; whether all prices of its mode have moved."""
+        mode = timing.mode
+        key = self.table.resolve(mode, timing.shape)
+        predicted = self.step_ms(mode, timing.shape, timing.kv_tokens, timing.num_tokens)
+        if key is None or predicted is None:
+            return False
+        ratio = _log_ratio(timing.forward_ms, predicted[1])
+        shift = self._mode_watch[mode].observe(ratio)
+        step = shift or _RATE_MODE * _bounded(ratio, _CLIP)
+        self._mode_factor[mode] = _bounded(self._mode_factor[mode] + step, BOUND_MODE)
+        if not shift:
+            self._move(key, timing.num_tokens, _bounded(ratio, _CLIP))
+        return shift != 0.0
+
+    def _observe_draft(self, timing: StepTiming, draft_ms: float) -> bool:
+        """The same for the draft pass of the step."""
+        columns = timing.draft_width
+        ratio = _log_ratio(draft_ms, self.draft_ms(timing.num_requests, columns))
+        shift = self._draft_watch.observe(ratio)
+        innovation = _bounded(ratio, _CLIP)
+        step = shift or _RATE_MODE * innovation
+        self._draft_factor = _bounded(self._draft_factor + step, BOUND_MODE)
+        if shift:
+            return True
+        if columns is None:
+            self._move(_DRAFT, timing.num_requests, innovation)
+        else:
+            self._shares.correct(columns, innovation)
+        return False
 
     def drift(self, limit: float) -> list[Drift]:
         """Cells whose correction exceeds `limit` (0.25 = 25 % either way), worst first."""
@@ -236,11 +260,11 @@ def interpolate(sizes: IntArray, times: Float64Array, size: int) -> float:
     return float(times[-1] + max(slope, 0.0) * (size - sizes[-1]))
 
 
-def _innovation(measured_ms: float, predicted_ms: float) -> float:
-    """Clipped log ratio; a time that is no time moves nothing."""
+def _log_ratio(measured_ms: float, predicted_ms: float) -> float:
+    """Log of measured over predicted; a time that is no time moves nothing."""
     if not (math.isfinite(measured_ms) and measured_ms > 0.0):
         return 0.0
-    return _bounded(math.log(measured_ms / predicted_ms), _CLIP)
+    return math.log(measured_ms / predicted_ms)
 
 
 def _bounded(value: float, bound: float) -> float:

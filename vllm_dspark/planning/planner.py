@@ -173,7 +173,8 @@ class Planner:
         if found is None or found.widths[-1] != num_positions:
             found = WidthSelector(
                 ladder(num_positions),
-                options.min_gain,
+                # Another width asks for no other graph: half the margin that kinds need will do.
+                options.min_gain / 2.0,
                 options.hysteresis_steps,
                 options.probe_interval,
             )

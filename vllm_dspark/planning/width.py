@@ -9,7 +9,8 @@ as if such drafts were to be verified now: the survivals of the batch at hand st
 the next one, whose drafts do not exist yet. The width follows what is known before the drafts are
 drawn and nothing else (docs/losslessness.md).
 
-A wider block than the current one is taken at once if it promises more than the margin g: being
+A wider block than the current one is taken at once if it promises more than the margin g (half of
+`confidence_min_predicted_gain`, which is for changes of kind): being
 wrong there costs a few columns of one pass, being late costs every request, and load falls in one
 step. A narrower one must promise more than g / 2, and the promised gains of consecutive decisions
 must add up to `steps` g / 2, no decision counting for more than half of that: `steps` decisions for

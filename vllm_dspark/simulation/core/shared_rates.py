@@ -38,6 +38,7 @@ _LUCK = np.float32(1.0 + posterior._KEEP_REQUEST)
 _CAP_REFRESH, _CAP_KEEP, _LOUD = influence._REFRESH, influence._KEEP, influence._LOUD
 _KEEP_TAUGHT = posterior._KEEP_REQUEST
 _CLIP, _PRUDENCE = posterior._CLIP, posterior._PRUDENCE
+_YOUNG, _HASTE = posterior._YOUNG, posterior._HASTE
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _POSTERIOR = 0
 
@@ -117,9 +118,11 @@ def refresh_prior(x: Learner, d: int):
     x.scalars[d, UNTIL_REFRESH] = _REFRESH
     for group in range(2):
         for k in range(x.prior.shape[2]):
-            seen = x.sums[d, SEEN, group, k]
+            seen, pull = x.sums[d, SEEN, group, k], x.sums[d, PULL, group, k]
+            if x.shared[d, P_TRIALS, group, k] < _YOUNG:
+                pull *= _HASTE
             trials = math.exp(-_FORGET * seen) * x.shared[d, P_TRIALS, group, k] + seen
-            rate = x.shared[d, P_RATE, group, k] + x.sums[d, PULL, group, k] / trials
+            rate = x.shared[d, P_RATE, group, k] + pull / trials
             x.shared[d, P_TRIALS, group, k] = trials
             x.shared[d, P_RATE, group, k] = min(max(rate, 0.0), 1.0)
             x.sums[d, SEEN, group, k] = x.sums[d, PULL, group, k] = 0.0
