@@ -28,7 +28,7 @@ MAX_TOKENS = 40
 
 
 def serve_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "vllm_dspark.cli.main", "serve", *arguments]
+    return [sys.executable, "-m", "vllm_dspark.cli", "serve", *arguments]
 
 
 def server_environment() -> dict[str, str]:
@@ -189,7 +189,7 @@ def test_metrics_are_reachable(client: Any, server: RunningServer) -> None:
 
 def top_command(port: int, *arguments: str) -> list[str]:
     address = f"127.0.0.1:{port}"
-    return [sys.executable, "-m", "vllm_dspark.cli.main", "top", address, *arguments]
+    return [sys.executable, "-m", "vllm_dspark.cli", "top", address, *arguments]
 
 
 def test_top_agrees_with_the_server(client: Any, server: RunningServer) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tests.support.engines import DEFAULTS, ENGINE_ENVIRONMENT, dspark, engine, scheduler_of
 from tests.support.pairs import Pair, PairSpec
+from tests.support.ray_cluster import local_ray
 from vllm_dspark.cli.calibrate import CalibrateOptions, CalibrateReport, run_calibrate
 from vllm_dspark.cli.profile import ProfileOptions, run_profile
 from vllm_dspark.cli.spread import RayPlace
@@ -98,12 +99,11 @@ def test_an_engine_that_does_not_start_is_one_error(pair: Pair, cache: Path) -> 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayPlace]:
-    ray = pytest.importorskip("ray", reason="needs the `ray` extra")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    pytest.importorskip("ray", reason="needs the `ray` extra")
     environment = {**ENGINE_ENVIRONMENT, "VLLM_DSPARK_CACHE_DIR": ""}
     environment["VLLM_DSPARK_CACHE_DIR"] = os.environ["VLLM_DSPARK_CACHE_DIR"]
-    yield RayPlace("local", replicas=2, environment=environment)
-    ray.shutdown()
+    with local_ray(cpus=2):
+        yield RayPlace("local", replicas=2, environment=environment)
 
 
 def calibrated(pair: Pair, folder: Path, place: RayPlace | None) -> CalibrateReport:

@@ -13,6 +13,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -111,7 +112,9 @@ def cluster(build: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         local_ray(cpus=10),
     ):
         from ray import serve
+        from ray.serve._private import api
 
+        patch.setattr(api, "HTTP_PROXY_TIMEOUT", PATIENCE_S)  # for its proxies to come up
         patch.setenv("VLLM_DSPARK_CACHE_DIR", str(folder / "cache"))
 
         port = free_port()
@@ -171,25 +174,27 @@ def test_metrics_are_kept_apart(cluster: Cluster) -> None:
     before = {name: r.metrics() for name, r in cluster.replicas().items()}
     client = RetryingClient(cluster.base, MODEL)
     sent = 0
-    while True:
-        wave = [(f"apart-{sent + i}", body(i)) for i in range(8)]
-        client.run(wave, threads=8)
-        sent += len(wave)
-        gained = {
-            name: {
-                key: replica.metrics().get(key, 0.0) - before[name].get(key, 0.0)
-                for key in ("vllm:dspark_emitted_tokens_total", "vllm:request_success_total")
-            }
-            for name, replica in cluster.replicas().items()
-        }
-        if all(values["vllm:request_success_total"] for values in gained.values()):
-            break
-        assert sent < 80, f"one replica got nothing: {gained}"
-    for values in gained.values():
-        # the first token of an answer comes from its prefill
-        emitted = values["vllm:request_success_total"] * 47
-        assert values["vllm:dspark_emitted_tokens_total"] == emitted
-    assert sum(values["vllm:request_success_total"] for values in gained.values()) == sent
+
+    def gained(key: str) -> dict[str, float]:
+        found = {name: replica.metrics().get(key, 0.0) for name, replica in replicas.items()}
+        return {name: value - before[name].get(key, 0.0) for name, value in found.items()}
+
+    def counted(answers: int) -> dict[str, float] | None:
+        """Answers by replica, once so many are counted: they are when on their way already."""
+        found = gained("vllm:request_success_total")
+        return found if sum(found.values()) >= answers else None
+
+    replicas = cluster.replicas()
+    answered: dict[str, float] = {}
+    while not (answered and all(answered.values())):
+        assert sent < 80, f"one replica got nothing: {answered}"
+        client.run([(f"apart-{sent + i}", body(i)) for i in range(8)], threads=8)
+        sent += 8
+        answered = wait_until("every answer is counted", partial(counted, sent))
+    assert sum(answered.values()) == sent
+    # the first token of an answer comes from its prefill
+    emitted = {name: count * 47 for name, count in answered.items()}
+    assert gained("vllm:dspark_emitted_tokens_total") == emitted
     assert client.ledger.retries == []
 
 
@@ -210,7 +215,10 @@ def test_a_killed_replica_is_replaced_and_every_request_completes_once(cluster: 
     client = RetryingClient(cluster.base, MODEL)
     load = Thread(target=client.run, args=(requests, 8))
     load.start()
-    wait_until("some answers", lambda: client.completed() >= 6, 120)
+    wait_until(
+        "some answers, and work of the victim",
+        lambda: client.completed() >= 6 and victim.metrics()["vllm:num_requests_running"] > 0,
+    )
     os.kill(victim.pid, signal.SIGKILL)
     load.join()
     ledger = client.ledger
