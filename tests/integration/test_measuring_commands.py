@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tests.support.engines import DEFAULTS, ENGINE_ENVIRONMENT, dspark, engine, scheduler_of
 from tests.support.pairs import Pair, PairSpec
+from tests.support.patience import PATIENCE_S
 from tests.support.ray_cluster import local_ray
 from vllm_dspark.cli.calibrate import CalibrateOptions, CalibrateReport, run_calibrate
 from vllm_dspark.cli.profile import ProfileOptions, run_profile
@@ -69,7 +70,9 @@ def test_a_start_after_profile_measures_nothing(
         return replace(timing, forward_ms=5.0 + tokens, draft_ms=(1.0 + requests) * width / 7)
 
     monkeypatch.setattr(profiling, "measure_once", measure)
-    report = run_profile(ProfileOptions(arguments(pair), repeats=3), console())
+    report = run_profile(
+        ProfileOptions(arguments(pair), repeats=3, time_limit_s=PATIENCE_S), console()
+    )
     (path,) = report.paths
     assert Path(path).parent == cache
     assert report.unused_because == ""
