@@ -25,6 +25,8 @@ PATIENT_ENVIRONMENT = {
     "RAY_agent_register_timeout_ms": "600000",
     "RAY_gcs_server_request_timeout_seconds": "600",
     "RAY_health_check_timeout_ms": "300000",
+    # nor may Ray end its workers because other programs have most of the memory
+    "RAY_memory_monitor_refresh_ms": "0",
 }
 
 # Where the kernel takes ports from for whoever asks for none in particular (Linux: from 32768 on);
