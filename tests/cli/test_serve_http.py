@@ -99,7 +99,14 @@ def server(
     """The server under test; `expected` comes first, so that only one engine lives at a time."""
     log = tmp_path_factory.mktemp("serve") / "server.log"
     port = free_port()
-    speculative = {"method": "dspark", "model": str(pair.drafter), "num_speculative_tokens": 7}
+    speculative = {
+        "method": "dspark",
+        "model": str(pair.drafter),
+        "num_speculative_tokens": 7,
+        # step costs are measured at start as for any user, but what a busy machine makes of them
+        # must not decide whether anything is drafted and accepted
+        "dspark": {"request_floor": 7, "skip_draft": False, "draft_width": "full"},
+    }
     command = serve_command(
         str(pair.target), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
         "--served-model-name", "tiny", "--enforce-eager", "--max-model-len", "512",
