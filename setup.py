@@ -64,6 +64,6 @@ setup(
         "vllm.general_plugins": ["dspark = vllm_dspark.integration.register:register"],
         # found at `import triton`, before vLLM decides whether its V2 runner can be used
         "triton.backends": ["cpu = vllm_dspark.cpu.triton_backend"],
-        "console_scripts": ["vllm-dspark = vllm_dspark.cli.main:app"],
+        "console_scripts": ["vllm-dspark = vllm_dspark.cli.__main__:main"],
     },
 )

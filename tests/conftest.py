@@ -6,8 +6,10 @@ import tempfile
 from collections.abc import Callable
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.engines import ENGINE_ENVIRONMENT
+from tests.support.patience import PATIENT_ENVIRONMENT
 from tests.support.recorder import (  # noqa: F401 - hooks of this suite
     pytest_addoption,
     pytest_runtest_logreport,
@@ -15,9 +17,15 @@ from tests.support.recorder import (  # noqa: F401 - hooks of this suite
 )
 
 os.environ.update(ENGINE_ENVIRONMENT)  # before torch and numba are imported
+os.environ.update(PATIENT_ENVIRONMENT)
 # Cost tables measured by one session must not serve the next one, nor a user's engines.
 os.environ["VLLM_DSPARK_CACHE_DIR"] = tempfile.mkdtemp(prefix="vllm-dspark-tests-")
 
+# How fast examples are made and run says something about the machine, not about the code.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 # Files of few and long tests, longest first. They begin the session (with the Makefile's
 # --no-loadscope-reorder): left to the end, one worker would work on them alone for minutes.

@@ -6,10 +6,8 @@ here, with a tiny pair in the place of TARGET and DRAFTER and one server for all
 
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +17,9 @@ import pytest
 from tests.support.doc_commands import CLIENT, ROOT, SERVER, Block, blocks, pages, stray_commands
 from tests.support.engines import ENGINE_ENVIRONMENT
 from tests.support.pairs import Pair, PairSpec
+from tests.support.patience import PATIENCE_S, free_port, wait_until
 
 ALL = [block for page in pages() for block in blocks(page)]
-START_S = 400
 
 
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -141,7 +139,7 @@ def run_block(block: Block, text: str) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=START_S,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, (
@@ -162,9 +160,7 @@ def test_plain_commands(block: Block, pair: Pair) -> None:
 def port(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The documentation's one server, started by its own command; yields where it listens."""
     (block,) = [b for b in ALL if b.title == SERVER]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number = probe.getsockname()[1]
+    number = free_port()
     # Ours on top: another port than 8000, and less KV cache than half of this machine.
     text = f"{with_models(block.text, pair)} --port {number} --kv-cache-memory-bytes {64 << 20}"
     log = tmp_path_factory.mktemp("docs") / "server.log"
@@ -177,16 +173,17 @@ def port(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
             stderr=output,
         )
     try:
-        deadline = time.monotonic() + START_S
-        while not _answers(number):
+
+        def ready() -> bool:
             assert process.poll() is None, f"{block.where}\n{log.read_text()[-4000:]}"
-            assert time.monotonic() < deadline, f"{block.where}\n{log.read_text()[-4000:]}"
-            time.sleep(1.0)
+            return _answers(number)
+
+        wait_until(f"the server that writes {log}", ready)
         yield number
     finally:
         process.terminate()
         try:
-            process.wait(60)
+            process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -194,7 +191,7 @@ def port(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 def _answers(port: int) -> bool:
     try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S)
     except OSError:
         return False
     return True
@@ -221,7 +218,7 @@ def test_python_of_getting_started(pair: Pair, tmp_path: Path) -> None:
         env={**environment(), "VLLM_CPU_KVCACHE_SPACE": "1"},
         capture_output=True,
         text=True,
-        timeout=START_S,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -28,7 +28,7 @@ from tools.bootstrap import write_stubs  # noqa: E402
 PACKAGE = "vllm_dspark"
 # Loaded by vLLM, triton and the shell by these names.
 ENTRY_POINTS = (
-    "[console_scripts]\nvllm-dspark = vllm_dspark.cli.main:app",
+    "[console_scripts]\nvllm-dspark = vllm_dspark.cli.__main__:main",
     "[triton.backends]\ncpu = vllm_dspark.cpu.triton_backend",
     "[vllm.general_plugins]\ndspark = vllm_dspark.integration.register:register",
 )

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 
 from tests.bench.fakes import FakeHost
 from tests.bench.test_runner import PRINT, QUESTIONS, SPEEDS, grid
+from tests.support.patience import PATIENCE_S
+from vllm_dspark.bench import fleet, runner
 from vllm_dspark.bench.fleet import Limits
 from vllm_dspark.bench.modes import BenchError, EngineLaunch, Mode
 from vllm_dspark.bench.process import WorkerHost
@@ -22,12 +23,34 @@ from vllm_dspark.bench.workload import CellOrder
 MODES = ("off", "fixed3", "fixed7", "ours")
 
 
+class Clock:
+    """Stands in for the module `time` in what watches the time limit."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in (fleet, runner):
+        monkeypatch.setattr(module, "time", made)
+    return made
+
+
 class SlowHost(FakeHost):
-    """Notes when it starts and stops; some starts or cells fail."""
+    """Notes when it starts and stops; some starts or cells fail.
+
+    meeting: those that may start at once wait there for each other.
+    """
 
     together = 0
     most = 0
     lock = threading.Lock()
+    meeting: threading.Barrier | None = None
 
     def __init__(self, launch: EngineLaunch, log: list[str], broken: str = "") -> None:
         super().__init__(launch, SPEEDS, log)
@@ -37,7 +60,8 @@ class SlowHost(FakeHost):
         with SlowHost.lock:
             SlowHost.together += 1
             SlowHost.most = max(SlowHost.most, SlowHost.together)
-        time.sleep(0.2)
+        if SlowHost.meeting is not None and not self.launch.times_steps:
+            SlowHost.meeting.wait(PATIENCE_S)
         super().start()
         self.log.append(f"with {SlowHost.together}")
         with SlowHost.lock:
@@ -66,10 +90,13 @@ def measure(path: Path, limits: Limits, make: Any, told: Progress) -> dict[str, 
     return run(grid(), QUESTIONS, launches, make, store, told, limits=limits)
 
 
-def test_engines_that_time_their_steps_start_alone(tmp_path: Path) -> None:
+def test_engines_that_time_their_steps_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a cost table measured beside other engines that load and compile."""
     log: list[str] = []
-    SlowHost.most = 0
+    monkeypatch.setattr(SlowHost, "most", 0)
+    monkeypatch.setattr(SlowHost, "meeting", threading.Barrier(3))
     limits = Limits(parallel_starts=3)
     measure(tmp_path / "c", limits, lambda launch: SlowHost(launch, log), Told())
     assert SlowHost.most == 3
@@ -120,33 +147,40 @@ def test_a_mode_that_fails_while_measured_is_dropped(tmp_path: Path) -> None:
     assert sum(key.mode == "ours" for key in keys) == 2 * 3
 
 
-def test_nothing_is_begun_that_would_not_be_done_in_time(tmp_path: Path) -> None:
+def test_nothing_is_begun_that_would_not_be_done_in_time(tmp_path: Path, clock: Clock) -> None:
     """Catches a run that the machine's own limit cuts off, and one that cannot go on later."""
     log: list[str] = []
 
     class Tiring(FakeHost):
         def run(self, mode: Mode, order: CellOrder) -> dict[str, Any]:
             if order.phases[0].concurrency == 4:
-                time.sleep(0.1)
+                clock.now += 0.1
             return super().run(mode, order)
 
     told = Told()
     make = lambda launch: Tiring(launch, SPEEDS, log)  # noqa: E731
     measure(tmp_path / "c", Limits(seconds=1.3), make, told)
     cells = CellStore(tmp_path / "c", PRINT).cells
-    assert 0 < len(cells) < 4 * 2 * 3 and told.left == 4 * 2 * 3 - len(cells)
+    # four warm-ups of 0.1 s, then chunks of 0.4 s at a load of 4: the third would end at 1.6 s
+    assert sum(k.concurrency == 4 for k in cells) == 4 * 2 and told.left == 4
     # what is short still fits behind what is long
-    assert sum(k.concurrency == 1 for k in cells) > sum(k.concurrency == 4 for k in cells)
+    assert sum(k.concurrency == 1 for k in cells) == 4 * 3
     told = Told()
     measure(tmp_path / "c", Limits(), make, told)
     assert told.left == 0 and len(CellStore(tmp_path / "c", PRINT).cells) == 4 * 2 * 3
 
 
-def test_no_engine_starts_when_the_time_is_over(tmp_path: Path) -> None:
+def test_no_engine_starts_when_the_time_is_over(tmp_path: Path, clock: Clock) -> None:
     log: list[str] = []
     told = Told()
     limits = Limits(seconds=0.1, keep_going=True)
-    measure(tmp_path / "c", limits, lambda launch: SlowHost(launch, log), told)
+
+    class Late(FakeHost):
+        def start(self) -> None:
+            clock.now += 0.2
+            super().start()
+
+    measure(tmp_path / "c", limits, lambda launch: Late(launch, SPEEDS, log), told)
     assert [line for line in log if line.startswith("start")] == ["start off"]
     assert told.failures.keys() == {"fixed3", "fixed7", "ours"}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.artifacts.records import fingerprint
+from tests.support.patience import PATIENCE_S
 from vllm_dspark.artifacts.pairs import Pair
 from vllm_dspark.artifacts.schema import CalibrationRecord
 from vllm_dspark.artifacts.store import ArtifactStore
@@ -103,7 +104,7 @@ class FakeCalibration:
         except FileNotFoundError:
             return
         os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(PATIENCE_S)
 
     @staticmethod
     def pairs_of(request, rows=100):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,19 @@ def test_version_as_json() -> None:
     found = json.loads(run("version", "--json").stdout)
     assert found["vllm-dspark"]
     assert "vllm" in found
+
+
+def test_interrupted_while_it_is_still_importing(tmp_path: Path) -> None:
+    """Catches a stack trace for Ctrl-C right after the start."""
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_dspark.cli", "version"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from tests.cli.replicas import FakeCalibration, FakeProfile
 from tests.cli.test_calibrate import record
+from tests.cli.test_profile import counted_time  # noqa: F401 - a fixture
 from vllm_dspark.cli import calibrate, measuring_commands, profile, serve
 from vllm_dspark.cli.main import app
 
@@ -61,6 +62,7 @@ def test_json_on_standard_output_is_alone_there() -> None:
     assert "time of a step" in result.stderr
 
 
+@pytest.mark.usefixtures("counted_time")
 def test_noise_exits_with_3_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,7 +1,9 @@
 """`profile` on a stand-in for an engine; one real engine is in tests/integration."""
 
 import io
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -20,6 +22,14 @@ def replica(monkeypatch):
     monkeypatch.setattr(FakeProfile, "noise", 0.0)
     monkeypatch.setattr(FakeProfile, "saved", None)
     return FakeProfile
+
+
+@pytest.fixture
+def counted_time(monkeypatch):
+    """A clock of 10 ms a look: how much is measured within a limit depends on no machine."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(ticks) / 100)
+    monkeypatch.setattr(profile, "time", clock)
 
 
 @pytest.fixture
@@ -66,7 +76,7 @@ def test_full_measures_more(console):
     assert report.num_samples == 42
 
 
-def test_noisy_machine_is_refused_with_advice(console, monkeypatch, tmp_path):
+def test_noisy_machine_is_refused_with_advice(console, counted_time, monkeypatch, tmp_path):
     """Catches a table from a busy machine being kept, in the cache or in the file."""
     monkeypatch.setattr(FakeProfile, "noise", 2.0)
     file = tmp_path / "table.json"

@@ -2,10 +2,7 @@
 
 import json
 import shutil
-import socket
 import subprocess
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_plot import FIGURES
+from tests.support.patience import PATIENCE_S, free_port, wait_until
 from vllm_dspark.cli.plot import run_plot
 
 pytest.importorskip("matplotlib", reason="drawing needs the `plot` extra")
@@ -44,28 +42,26 @@ class Page:
         message = {"id": self._last, "method": method, "params": parameters}
         self._connection.send(json.dumps(message))
         while True:
-            answer = json.loads(self._connection.recv(timeout=60))
+            answer = json.loads(self._connection.recv(timeout=PATIENCE_S))
             if answer.get("id") == self._last:
                 return answer["result"]
             self.events.append(answer)
 
     def wait_for(self, method: str) -> None:
         while not any(event.get("method") == method for event in self.events):
-            self.events.append(json.loads(self._connection.recv(timeout=60)))
+            self.events.append(json.loads(self._connection.recv(timeout=PATIENCE_S)))
 
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Page]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--no-zygote"]
     command += ["--single-process", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'u'}"]
     command += [f"--remote-debugging-port={port}", "--remote-allow-origins=*"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
         try:
-            with client.connect(_tab(port), max_size=None, open_timeout=60) as connection:
+            with client.connect(_tab(port), max_size=None, open_timeout=PATIENCE_S) as connection:
                 yield Page(connection)
         finally:
             browser.kill()
@@ -73,17 +69,18 @@ def page(tmp_path: Path) -> Iterator[Page]:
 
 def _tab(port: int) -> str:
     """Address of the first tab, once the browser is up."""
-    for _ in range(120):
+
+    def tabs() -> list[str]:
+        address = f"http://127.0.0.1:{port}/json"
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=5) as answer:
-                tabs = [tab for tab in json.load(answer) if tab["type"] == "page"]
-        except (OSError, urllib.error.URLError):
-            tabs = []
-        if tabs:
-            address: str = tabs[0]["webSocketDebuggerUrl"]
-            return address
-        time.sleep(0.5)
-    pytest.fail("the browser opened no tab in a minute")
+            with urllib.request.urlopen(address, timeout=PATIENCE_S) as answer:
+                found = json.load(answer)
+        except OSError:
+            return []
+        return [tab["webSocketDebuggerUrl"] for tab in found if tab["type"] == "page"]
+
+    first: str = wait_until("a tab of the browser", tabs)[0]
+    return first
 
 
 def test_report_opens_offline(page: Page, tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_S, wait_until
 from vllm_dspark.demo import server
 from vllm_dspark.demo.client import ServerError
 from vllm_dspark.demo.server import V1, V2, Server, ServeSettings, dspark, serve_command
@@ -64,7 +64,7 @@ def test_runner_choice_of_the_caller_does_not_leak(
     run_instead(monkeypatch, script)
     for spec, seen in ((dspark(Path("d")), "None"), (V1, "0"), (V2, "1")):
         with Server(spec, SETTINGS, tmp_path) as started:
-            started._process.wait(30)
+            started._process.wait(PATIENCE_S)
         assert started.log_path.read_text().strip() == seen
 
 
@@ -78,18 +78,14 @@ def test_stop_kills_what_ignores_the_signal(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "child = os.fork()\n"
         "print(os.getpid(), flush=True)\n"
-        "time.sleep(60)\n"
+        f"time.sleep({PATIENCE_S})\n"
     )
     run_instead(monkeypatch, script)
     with Server(V2, SETTINGS, tmp_path) as stubborn:
-        deadline = time.monotonic() + 30
-        while len(pids := stubborn.log_path.read_text().split()) < 2:
-            assert time.monotonic() < deadline, "the stand-in did not start"
-            time.sleep(0.05)
-    deadline = time.monotonic() + 30
-    while any(_is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still running: {pids}"
-        time.sleep(0.05)
+        log = stubborn.log_path
+        wait_until("both stand-ins", lambda: log.read_text().count("\n") == 2, pause=0.05)
+    pids = log.read_text().split()
+    wait_until("their end", lambda: not any(map(_is_running, pids)), pause=0.05)
 
 
 def _is_running(pid: str) -> bool:

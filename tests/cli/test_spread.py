@@ -9,21 +9,21 @@ import pytest
 from rich.console import Console
 
 from tests.cli.replicas import Broken, FakeCalibration, FakeProfile, description
+from tests.support.ray_cluster import local_ray
 from vllm_dspark.cli import calibrate, profile
 from vllm_dspark.cli.replicas import Request
 from vllm_dspark.cli.spread import RayPlace, RayReplicas, one_identity
 from vllm_dspark.errors import EngineError, InputError
 
-ray = pytest.importorskip("ray", reason="needs the `ray` extra")
+pytest.importorskip("ray", reason="needs the `ray` extra")
 PLACE = RayPlace("local", replicas=2, cpus_per_replica=0.5)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One cluster for the module: starting it takes longer than all that runs on it."""
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray(cpus=2):
+        yield
 
 
 def tasks(count: int = 12, size: int = 4) -> list[list[Request]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from vllm_dspark.demo import target
 from vllm_dspark.demo.target import TargetError, ensure_target
 
@@ -192,7 +193,7 @@ def test_second_process_waits_and_does_not_convert_again(monkeypatch, wheel, cac
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert len(made) == 3 and len(set(made)) == 1
     assert pretend == ["convert bfloat16"]
 

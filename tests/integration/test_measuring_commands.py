@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,11 +14,14 @@ from rich.console import Console
 
 from tests.support.engines import DEFAULTS, ENGINE_ENVIRONMENT, dspark, engine, scheduler_of
 from tests.support.pairs import Pair, PairSpec
+from tests.support.patience import PATIENCE_S
+from tests.support.ray_cluster import local_ray
 from vllm_dspark.cli.calibrate import CalibrateOptions, CalibrateReport, run_calibrate
 from vllm_dspark.cli.profile import ProfileOptions, run_profile
 from vllm_dspark.cli.spread import RayPlace
 from vllm_dspark.errors import EngineError
 from vllm_dspark.integration import profiling
+from vllm_dspark.planning.quality import PositionQuality
 
 pytestmark = pytest.mark.engine
 
@@ -68,7 +72,9 @@ def test_a_start_after_profile_measures_nothing(
         return replace(timing, forward_ms=5.0 + tokens, draft_ms=(1.0 + requests) * width / 7)
 
     monkeypatch.setattr(profiling, "measure_once", measure)
-    report = run_profile(ProfileOptions(arguments(pair), repeats=3), console())
+    report = run_profile(
+        ProfileOptions(arguments(pair), repeats=3, time_limit_s=PATIENCE_S), console()
+    )
     (path,) = report.paths
     assert Path(path).parent == cache
     assert report.unused_because == ""
@@ -98,12 +104,11 @@ def test_an_engine_that_does_not_start_is_one_error(pair: Pair, cache: Path) -> 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayPlace]:
-    ray = pytest.importorskip("ray", reason="needs the `ray` extra")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    pytest.importorskip("ray", reason="needs the `ray` extra")
     environment = {**ENGINE_ENVIRONMENT, "VLLM_DSPARK_CACHE_DIR": ""}
     environment["VLLM_DSPARK_CACHE_DIR"] = os.environ["VLLM_DSPARK_CACHE_DIR"]
-    yield RayPlace("local", replicas=2, environment=environment)
-    ray.shutdown()
+    with local_ray(cpus=2):
+        yield RayPlace("local", replicas=2, environment=environment)
 
 
 def calibrated(pair: Pair, folder: Path, place: RayPlace | None) -> CalibrateReport:
@@ -121,13 +126,20 @@ def calibrated(pair: Pair, folder: Path, place: RayPlace | None) -> CalibrateRep
     return run_calibrate(options, console())
 
 
+def six_deviations(one: PositionQuality, two: PositionQuality) -> float:
+    """Of the difference of two rates (rows of one text are not quite independent: not five)."""
+    rate = (one.base_rate + two.base_rate) / 2
+    return 6 * math.sqrt(rate * (1 - rate) * (1 / one.count + 1 / two.count))
+
+
 def test_two_ray_replicas_fit_what_one_process_fits(
     pair: Pair, cluster: RayPlace, tmp_path: Path
 ) -> None:
     """Catches pairs lost or mixed up between the engines of a cluster.
 
     Greedy text does not depend on the replica, so its rows agree but for numerics of the batch
-    size; sampled text does, so its fit agrees within noise.
+    size; sampled text does (and who gets which prompts depends on the machine), so its fit agrees
+    within the noise of two samples. Rows of the other class would be 0.2 to 0.4 off.
     """
     one, two = (calibrated(pair, tmp_path, place) for place in (None, cluster))
     assert two.record.fingerprint == one.record.fingerprint
@@ -135,8 +147,9 @@ def test_two_ray_replicas_fit_what_one_process_fits(
         ours, theirs = one.fits[name], two.fits[name]
         assert theirs.num_fit == pytest.approx(ours.num_fit, rel=0.1)
         for a, b in zip(ours.positions, theirs.positions, strict=True):
-            assert b.after.base_rate == pytest.approx(a.after.base_rate, abs=0.06)
-            assert b.before.ece == pytest.approx(a.before.ece, abs=0.06)
+            far = 0.06 if name == "greedy" else six_deviations(a.after, b.after)
+            assert b.after.base_rate == pytest.approx(a.after.base_rate, abs=far)
+            assert b.before.ece == pytest.approx(a.before.ece, abs=far)
     assert two.fits["greedy"].num_fit == pytest.approx(one.fits["greedy"].num_fit, rel=0.02)
     assert two.facts["tokens"] == pytest.approx(one.facts["tokens"], rel=0.02)
     kept = list((tmp_path / "cache").glob("calibration-*.json"))

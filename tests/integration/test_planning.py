@@ -3,9 +3,11 @@
 Each engine gets a cost table by file, so what is planned depends on no clock.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,8 +233,8 @@ def test_measured_table_is_kept_for_the_next_start(
 ) -> None:
     """Catches a second start that measures again, and a table that never reaches the planner.
 
-    The measurement runs for real, but its times are replaced: on a busy machine they may rightly
-    be refused as noise.
+    The measurement runs for real, but its times and its clock are replaced: on a busy machine the
+    times may rightly be refused as noise, and large sizes left out.
     """
     from vllm_dspark.integration import profiling
 
@@ -249,6 +251,8 @@ def test_measured_table_is_kept_for_the_next_start(
 
     real = profiling._measure
     monkeypatch.setattr(profiling, "_measure", timed)
+    looks = itertools.count()
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: next(looks) / 1000))
     settings = {"scheduling": "auto", "cache_dir": str(tmp_path)}
     small = {"max_num_seqs": 2, "max_model_len": 64}
     with engine(pair.target, dspark(pair.drafter, settings), **small) as llm:

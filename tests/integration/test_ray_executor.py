@@ -18,6 +18,7 @@ import pytest
 from tests.support.costs import write_cost_table
 from tests.support.engines import ENGINE_ENVIRONMENT, dspark, engine, token_lists
 from tests.support.pairs import PairSpec
+from tests.support.patience import PATIENCE_S
 from vllm_dspark.config import DSparkConfig
 
 pytest.importorskip("ray", reason="Ray is an extra: vllm-dspark[ray]")
@@ -112,7 +113,7 @@ def _run(settings: dict[str, Any], prompts: list[Any]) -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE_S,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]

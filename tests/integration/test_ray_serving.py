@@ -8,13 +8,12 @@ and Ray's ingress.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -25,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.costs import write_cost_table
 from tests.support.pairs import PairSpec
+from tests.support.patience import PATIENCE_S, free_port, wait_until
 
 pytest.importorskip("ray", reason="Ray is an extra: vllm-dspark[ray]")
 
@@ -33,8 +33,6 @@ from tests.support.ray_cluster import RetryingClient, local_ray
 pytestmark = pytest.mark.engine
 
 MODEL = "tiny"
-START_S = 600
-STOPPING_S = 60
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Replica:
 
     def metrics(self) -> dict[str, float]:
         """Sum over labels of each sample of /metrics."""
-        with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=PATIENCE_S) as answer:
             text = answer.read().decode()
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
@@ -112,15 +110,14 @@ def cluster(build: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with (
         pytest.MonkeyPatch.context() as patch,
         local_ray(cpus=10),
-        socket.socket() as probe,
     ):
         from ray import serve
+        from ray.serve._private import api
 
+        patch.setattr(api, "HTTP_PROXY_TIMEOUT", PATIENCE_S)  # for its proxies to come up
         patch.setenv("VLLM_DSPARK_CACHE_DIR", str(folder / "cache"))
 
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+        port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         _serve_run(f"config={config}", "replicas=2", "kind=cpu", f"targets={folder / 't'}")
         yield Cluster(f"http://127.0.0.1:{port}", folder / "t", folder / "cache", options)
@@ -135,17 +132,9 @@ def _serve_run(*arguments: str) -> None:
     command += ["run", "--non-blocking", "vllm_dspark.integration.ray_serving:app", *arguments]
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=START_S, check=False
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
-def wait_until(what: str, holds: Callable[[], Any], seconds: float) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := holds()):
-        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.5)
-    return found
 
 
 def ask_each(cluster: Cluster) -> dict[str, dict[str, Any]]:
@@ -156,11 +145,11 @@ def ask_each(cluster: Cluster) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
 
     def all_answered() -> bool:
-        answer = handle.dspark_replica.remote().result(timeout_s=60)
+        answer = handle.dspark_replica.remote().result(timeout_s=PATIENCE_S)
         found[answer["replica"]] = answer
         return set(found) >= set(cluster.replicas())
 
-    wait_until("every replica answers", all_answered, 60)
+    wait_until("every replica answers", all_answered)
     return found
 
 
@@ -168,7 +157,7 @@ def test_every_replica_runs_the_plugin_with_its_options(cluster: Cluster) -> Non
     """Catches actors whose processes did not load the entry point, or lost options or artifacts:
     without our table a replica would measure one of its own or run full windows.
     """
-    wait_until("two replicas", lambda: len(cluster.replicas()) == 2, START_S)
+    wait_until("two replicas", lambda: len(cluster.replicas()) == 2)
     answers = ask_each(cluster)
     assert set(answers) == set(cluster.replicas())
     for answer in answers.values():
@@ -185,26 +174,27 @@ def test_metrics_are_kept_apart(cluster: Cluster) -> None:
     before = {name: r.metrics() for name, r in cluster.replicas().items()}
     client = RetryingClient(cluster.base, MODEL)
     sent = 0
-    while True:
-        wave = [(f"apart-{sent + i}", body(i)) for i in range(8)]
-        client.run(wave, threads=8)
-        sent += len(wave)
-        time.sleep(0.5)  # the last step's record
-        gained = {
-            name: {
-                key: replica.metrics().get(key, 0.0) - before[name].get(key, 0.0)
-                for key in ("vllm:dspark_emitted_tokens_total", "vllm:request_success_total")
-            }
-            for name, replica in cluster.replicas().items()
-        }
-        if all(values["vllm:request_success_total"] for values in gained.values()):
-            break
-        assert sent < 80, f"one replica got nothing: {gained}"
-    for values in gained.values():
-        # the first token of an answer comes from its prefill
-        emitted = values["vllm:request_success_total"] * 47
-        assert values["vllm:dspark_emitted_tokens_total"] == emitted
-    assert sum(values["vllm:request_success_total"] for values in gained.values()) == sent
+
+    def gained(key: str) -> dict[str, float]:
+        found = {name: replica.metrics().get(key, 0.0) for name, replica in replicas.items()}
+        return {name: value - before[name].get(key, 0.0) for name, value in found.items()}
+
+    def counted(answers: int) -> dict[str, float] | None:
+        """Answers by replica, once so many are counted: they are when on their way already."""
+        found = gained("vllm:request_success_total")
+        return found if sum(found.values()) >= answers else None
+
+    replicas = cluster.replicas()
+    answered: dict[str, float] = {}
+    while not (answered and all(answered.values())):
+        assert sent < 80, f"one replica got nothing: {answered}"
+        client.run([(f"apart-{sent + i}", body(i)) for i in range(8)], threads=8)
+        sent += 8
+        answered = wait_until("every answer is counted", partial(counted, sent))
+    assert sum(answered.values()) == sent
+    # the first token of an answer comes from its prefill
+    emitted = {name: count * 47 for name, count in answered.items()}
+    assert gained("vllm:dspark_emitted_tokens_total") == emitted
     assert client.ledger.retries == []
 
 
@@ -225,7 +215,10 @@ def test_a_killed_replica_is_replaced_and_every_request_completes_once(cluster: 
     client = RetryingClient(cluster.base, MODEL)
     load = Thread(target=client.run, args=(requests, 8))
     load.start()
-    wait_until("some answers", lambda: client.completed() >= 6, 120)
+    wait_until(
+        "some answers, and work of the victim",
+        lambda: client.completed() >= 6 and victim.metrics()["vllm:num_requests_running"] > 0,
+    )
     os.kill(victim.pid, signal.SIGKILL)
     load.join()
     ledger = client.ledger
@@ -236,10 +229,9 @@ def test_a_killed_replica_is_replaced_and_every_request_completes_once(cluster: 
     replaced = wait_until(
         "a replacement",
         lambda: set(cluster.replicas()) - set(before) and len(cluster.replicas()) == 2,
-        START_S,
     )
     assert replaced
-    _, alive = psutil.wait_procs(family, timeout=STOPPING_S)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert alive == [], "engine processes outlived their replica"
     (newcomer,) = set(cluster.replicas()) - set(before)
     assert ask_each(cluster)[newcomer]["options"] == cluster.options

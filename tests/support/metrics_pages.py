@@ -4,6 +4,7 @@ import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.patience import PATIENCE_S
 from vllm_dspark.integration.metrics_catalog import catalog
 
 Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
@@ -11,7 +12,7 @@ Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 def scrape(base: str) -> Samples:
     """{sample name: {labels: value}} of vLLM's metrics; fails on duplicates."""
-    with urllib.request.urlopen(f"{base}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"{base}/metrics", timeout=PATIENCE_S) as answer:
         text = answer.read().decode()
     found: Samples = {}
     for family in text_string_to_metric_families(text):

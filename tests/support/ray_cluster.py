@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.patience import PATIENCE_S
+
 
 @contextmanager
 def local_ray(cpus: int) -> Iterator[Any]:
@@ -53,7 +55,7 @@ class RetryingClient:
     A stream counts as whole only if it ended with `[DONE]`.
     """
 
-    def __init__(self, base: str, model: str, deadline_s: float = 240.0) -> None:
+    def __init__(self, base: str, model: str, deadline_s: float = PATIENCE_S) -> None:
         self._base, self._model = base, model
         self._deadline = time.monotonic() + deadline_s
         self._lock = threading.Lock()
@@ -92,7 +94,7 @@ class RetryingClient:
             json.dumps({"model": self._model, **body}).encode(),
             {"Content-Type": "application/json", "X-Request-Id": request_id},
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             if not body.get("stream"):
                 return str(json.load(answer)["choices"][0]["text"])
             pieces, done = [], False

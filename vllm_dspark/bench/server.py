@@ -152,7 +152,7 @@ class ServerHost:
         """Start the server and wait until it answers."""
         name = self._launch.mode.name
         socket_path = Path(self._scratch.name) / f"{name}.sock"
-        command = [sys.executable, "-m", "vllm_dspark.cli.main", "serve"]
+        command = [sys.executable, "-m", "vllm_dspark.cli", "serve"]
         command += server_arguments(self._launch.arguments)
         command += ["--uds", str(socket_path), "--served-model-name", MODEL]
         self._server = ServerProcess(

@@ -279,7 +279,7 @@ def _preload() -> None:
 def _start_again(environment: dict[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    command = [sys.executable, "-m", "vllm_dspark.cli.main", *sys.argv[1:]]
+    command = [sys.executable, "-m", "vllm_dspark.cli", *sys.argv[1:]]
     os.execve(sys.executable, command, environment)
 
 

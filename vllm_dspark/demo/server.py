@@ -68,7 +68,7 @@ def dspark(drafter: Path) -> EngineSpec:
 
 def serve_command(spec: EngineSpec, settings: ServeSettings, socket_path: Path) -> list[str]:
     """The command line of one server."""
-    command = [sys.executable, "-m", "vllm_dspark.cli.main", "serve", str(settings.target)]
+    command = [sys.executable, "-m", "vllm_dspark.cli", "serve", str(settings.target)]
     command += ["--uds", str(socket_path), "--served-model-name", MODEL]
     command += ["--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len)]
     command += ["--max-num-seqs", str(settings.max_num_seqs)]

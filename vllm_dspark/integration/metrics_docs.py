@@ -57,7 +57,10 @@ def rewrite(text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Rewrite the page named on the command line."""
     page = Path(arguments[0])
-    page.write_text(rewrite(page.read_text(encoding="utf-8")), encoding="utf-8")
+    before = page.read_text(encoding="utf-8")
+    after = rewrite(before)
+    if after != before:  # others may be reading it
+        page.write_text(after, encoding="utf-8")
     return 0
 
 
