@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from vllm_dspark.cli.exits import EXIT_USAGE, fail
+from vllm_dspark.cli.numbers import number
 
 EPILOG = "Example: vllm-dspark top localhost:8000 --once --json"
 
@@ -15,7 +16,8 @@ def top(
     server: Annotated[str, typer.Argument(help="Host and port, or an address.")] = "localhost:8000",
     *,
     interval: Annotated[
-        float, typer.Option(min=0.0, max=3600.0, help="Seconds between two readings.")
+        float,
+        number(min=0.0, max=3600.0, help="Seconds between two readings."),
     ] = 2.0,
     once: Annotated[
         bool,
