@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import typer
 
+from vllm_dspark.cli.exits import EXIT_USAGE, fail
 from vllm_dspark.errors import InputError
 
 _Number = TypeVar("_Number", int, float)
@@ -63,15 +64,14 @@ def number(*names: str, min: float, max: float, help: str = "", **others: Any) -
     """A typer.Option for one number (or several, if it may be repeated) from `min` to `max`."""
     allowed: Within[Any] = Within(float, min, max)
 
-    def judge(value: Any) -> Any:
+    def judge(param: typer.CallbackParam, value: Any) -> Any:
         for each in value if isinstance(value, list | tuple) else (value,):
             if each is None:
                 continue
-            kind = int if isinstance(each, int) else float
             try:
-                Within(kind, min, max).check(each)
+                Within(int if isinstance(each, int) else float, min, max).check(each)
             except ValueError as error:
-                raise typer.BadParameter(f"{error}.") from None
+                fail(f"{sorted(param.opts, key=len)[-1]}: {error}", EXIT_USAGE)
         return value
 
     text = (

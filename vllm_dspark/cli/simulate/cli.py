@@ -215,7 +215,7 @@ def simulate(
             replicas,
             machines,
         )
-        record = command.run_sweep(sweep, inputs, exact, console)
+        record = command.run_sweep(sweep, inputs, exact)
         command.save_trace(save_trace, inputs.trace)
         command.print_record(record, console)
         write_json(json_file, record.model_dump_json(indent=1))
