@@ -27,12 +27,24 @@ def drafter(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ["demo", "version"])
-def test_help_has_an_example(command: str) -> None:
-    """Catches a command without the example that its help promises."""
-    result = run(command, "-h")
-    assert result.exit_code == 0
-    assert f"Example: vllm-dspark {command}" in result.output
+@pytest.mark.parametrize("command", app.registered_commands, ids=lambda c: c.callback.__name__)
+def test_help_has_one_example(command: Any) -> None:
+    """Catches a command without example, with two, or with another command's."""
+    name = command.callback.__name__
+    assert command.epilog.startswith(f"Example: vllm-dspark {name} ")
+    assert command.epilog.count("Example") == 1
+    if name != "serve":  # whose --help is vLLM's
+        result = run(name, "-h")
+        assert result.exit_code == 0
+        assert result.output.count(f"Example: vllm-dspark {name}") == 1
+
+
+@pytest.mark.parametrize("command", app.registered_commands, ids=lambda c: c.callback.__name__)
+def test_results_come_as_json(command: Any) -> None:
+    """Catches a command whose result only people can read."""
+    name = command.callback.__name__
+    if name != "serve":
+        assert "--json" in run(name, "-h").output
 
 
 @pytest.mark.parametrize(
@@ -42,6 +54,7 @@ def test_help_has_an_example(command: str) -> None:
         (["demo", "--dtype", "int8"], "choose bfloat16 or float32"),
         (["demo", "--prompts", "0"], "--prompts"),
         (["demo", "--drafter", "/nowhere"], "no config.json"),
+        (["demo", "--json", "/"], "is a folder"),
         (["dance"], "No such command"),
     ],
 )
@@ -79,6 +92,8 @@ def test_different_outputs_fail_the_demo(
     result = run("demo", "--drafter", str(drafter), "--json", str(file))
     assert result.exit_code == code
     assert json.loads(file.read_text())["identical"] is (code == 0)
+    shown = run("demo", "--drafter", str(drafter), "--json", "-")
+    assert json.loads(shown.stdout)["identical"] is (code == 0)
 
 
 def test_demo_options_reach_the_run(monkeypatch: pytest.MonkeyPatch, drafter: Path) -> None:

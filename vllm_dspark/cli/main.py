@@ -38,7 +38,8 @@ app = typer.Typer(
 def demo(
     *,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help='Write the result to FILE ("-": print it).'),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32 (outputs equal throughout).")] = (
         "bfloat16"
@@ -62,12 +63,12 @@ def demo(
     ] = False,
 ) -> None:
     """Compare vLLM without speculation and with DSpark on a small real model, on this machine."""
-    from rich.console import Console
-
     from vllm_dspark.cli import demo as command
+    from vllm_dspark.cli.output import console_for, require_writable, write_json
     from vllm_dspark.cli.serve import INSTALL_HINT, has_vllm
     from vllm_dspark.demo.client import ServerError
     from vllm_dspark.demo.target import TargetError
+    from vllm_dspark.errors import InputError
 
     if dtype not in ("bfloat16", "float32"):
         fail(f"--dtype {dtype!r}: choose bfloat16 or float32", EXIT_USAGE)
@@ -87,11 +88,13 @@ def demo(
         compile=compile_model,
     )
     try:
-        report = command.run_demo(options, Console())
+        require_writable(json_file)
+        report = command.run_demo(options, console_for(json_file))
+        write_json(json_file, json.dumps(report.as_json(), indent=2))
+    except InputError as error:
+        fail(str(error), EXIT_USAGE)
     except (TargetError, ServerError, OSError) as error:
         fail(str(error))
-    if json_file is not None:
-        report.write(json_file)
     if not report.identity.holds:
         fail("greedy outputs differ from those without speculation")
 
@@ -204,20 +207,25 @@ def bench(
         list[Path] | None,
         typer.Option(help="Measure nothing: one report of these cells.jsonl files."),
     ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help='Write the report here too ("-": print it).'),
+    ] = None,
 ) -> None:
     """Measure modes side by side: throughput, latency, drafts; resumes what was interrupted."""
-    from rich.console import Console
-
     from vllm_dspark.bench.modes import BenchError
     from vllm_dspark.cli import bench as command
+    from vllm_dspark.cli.output import console_for, require_writable, write_json
     from vllm_dspark.cli.serve import INSTALL_HINT, has_vllm
     from vllm_dspark.demo.client import ServerError
     from vllm_dspark.demo.target import TargetError
-    from vllm_dspark.errors import DSparkError
+    from vllm_dspark.errors import DSparkError, InputError
 
+    console = console_for(json_file)
     try:
+        require_writable(json_file)
         if compare:
-            command.compare(compare, out, Console())
+            write_json(json_file, json.dumps(command.compare(compare, out, console), indent=1))
             return
         options = command.BenchOptions.parse(
             out=out,
@@ -240,12 +248,12 @@ def bench(
             gates=(start_gate, gate, gate_seconds),
             limits=(time_limit, parallel_starts, keep_going),
         )
-    except BenchError as error:
+    except (BenchError, InputError) as error:
         fail(str(error), EXIT_USAGE)
     if not has_vllm():
         fail(INSTALL_HINT)
     try:
-        command.run_bench(options, Console())
+        write_json(json_file, json.dumps(command.run_bench(options, console), indent=1))
     except (DSparkError, TargetError, ServerError, OSError) as error:
         fail(str(error))
 
