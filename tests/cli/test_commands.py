@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.cli.test_report import report
-from vllm_dspark.cli import demo, serve
+from vllm_dspark.cli import demo, exits, serve
 from vllm_dspark.cli.main import app
 from vllm_dspark.demo.client import ServerError
 from vllm_dspark.demo.target import TargetError
@@ -37,6 +37,14 @@ def test_help_has_one_example(command: Any) -> None:
         result = run(name, "-h")
         assert result.exit_code == 0
         assert result.output.count(f"Example: vllm-dspark {name}") == 1
+
+
+def test_exit_codes_are_documented() -> None:
+    """Catches a code that only the source explains."""
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    rows = [line for line in (exits.__doc__ or "").splitlines() if line.startswith("| ")]
+    assert len(rows) == 7
+    assert all(row in page for row in rows)
 
 
 @pytest.mark.parametrize("command", app.registered_commands, ids=lambda c: c.callback.__name__)
