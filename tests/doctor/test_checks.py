@@ -52,6 +52,7 @@ def test_healthy_engine_has_no_complaint(tmp_path: Path) -> None:
         ({"speculative": {"dspark": {"test_draft_width": []}}}, "options", "error", " = []"),
         ({"speculative": {"num_speculative_token": 7}}, "speculative_keys", "error", "_tokens'?"),
         ({"speculative": {"zzz": 7}}, "speculative_keys", "error", "'zzz'"),
+        ({"speculative": {"windows": "host"}}, "speculative_keys", "error", "one of the plugin's"),
         ({"speculative": {"model": None}}, "drafter_files", "error", "names no model"),
         ({"speculative": {"dspark": {"enabled": False}}}, "scheduling", "info", "enabled"),
         ({"speculative": {"dspark": {"scheduling": False}}}, "scheduling", "info", "off"),
@@ -110,6 +111,21 @@ def test_paths_that_lead_nowhere(tmp_path: Path, name: str) -> None:
     made = Subject(parse_serve([name, "--speculative-config", '{"method": "dspark"}']), H200)
     found = [f for f in findings(made) if f.level != "ok"]
     assert [(f.check, f.level) for f in found] == [("target_files", "error")]
+    given = json.dumps({"method": "dspark", "model": str(tmp_path / "dspark-drafter")})
+    found = list(findings(Subject(parse_serve([name, "--speculative-config", given]), H200)))
+    assert {f.check for f in found if f.level == "error"} == {"target_files"}
+    assert not named(found, "target_match"), "advice to download a path"
+
+
+def test_a_width_below_one_without_a_drafter_at_hand(tmp_path: Path) -> None:
+    """Catches a K of -3 that nobody mentions because the drafter's block is not known."""
+    wrong = {"model": str(tmp_path / "file"), "num_speculative_tokens": -3}
+    (tmp_path / "file").write_text("")
+    found = findings(subject(tmp_path, *CLEAN, speculative=wrong))
+    told = {(f.check, f.level) for f in found if f.level != "ok"} - {("cost_table", "info")}
+    assert told == {("drafter_files", "error"), ("draft_width", "error")}
+    (drafter,) = named(found, "drafter_files")
+    assert "is a file" in drafter.message
 
 
 def test_local_drafter_without_weights(tmp_path: Path) -> None:

@@ -20,6 +20,10 @@ def check_drafter(subject: Subject) -> Iterator[Finding]:
     if subject.drafter_folder is None:
         if subject.drafter_name is not None:
             yield _absent(subject.drafter_name)
+        given = subject.arguments.speculative.get("num_speculative_tokens")
+        if given is not None and given < 1:  # with a drafter its block says what is allowed
+            message = f"num_speculative_tokens = {given} must be at least 1"
+            yield Finding("draft_width", "error", message, flag=_K % 7)
         return
     try:
         spec = _read(subject)
@@ -34,7 +38,7 @@ def check_drafter(subject: Subject) -> Iterator[Finding]:
 
 def _absent(name: str) -> Finding:
     """A drafter whose files are not here: a path that leads nowhere, or a hub id."""
-    if not missing_path(name):
+    if not missing_path(name) and not Path(name).is_file():
         return Finding(
             "drafter_files",
             "warning",
@@ -46,7 +50,9 @@ def _absent(name: str) -> Finding:
     return Finding(
         "drafter_files",
         "error",
-        f"the folder {name} does not exist{tilde}",
+        f"{name} is a file, not the folder of a checkpoint"
+        if Path(name).is_file()
+        else f"the folder {name} does not exist{tilde}",
         "vLLM would take the path for a hub id, and fail",
         f"{_MODEL}: an existing folder, or a hub id OWNER/NAME",
     )
@@ -105,6 +111,8 @@ def _check_match(subject: Subject) -> Iterator[Finding]:
     has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
     if isinstance(spec, DrafterSpec):
         if not subject.target_config:
+            if missing_path(subject.arguments.target):  # check_target_files says so
+                return
             yield Finding(
                 "target_match",
                 "warning",
@@ -122,12 +130,7 @@ def _check_match(subject: Subject) -> Iterator[Finding]:
             return
         yield Finding("target_match", "ok", "vocabulary, hidden size and layer ids agree")
     if not has_weights:
-        # The hub's cache may hold a config whose weights are still to come.
-        level, reason = "warning", "names and shapes of the weights are checked once they are there"
-        if Path(_source(subject)).is_dir():
-            level, reason = "error", "the engine would end while it loads the drafter"
-        message = f"{folder} holds neither {SINGLE} nor {INDEX}"
-        yield Finding("drafter_tensors", level, message, reason, _download(subject))
+        yield _without_weights(subject, folder)
         return
     try:
         if isinstance(spec, DrafterSpec):
@@ -164,6 +167,16 @@ def _download(subject: Subject) -> str:
         if Path(name).is_dir()
         else (f"hf download {name}")
     )
+
+
+def _without_weights(subject: Subject, folder: Path) -> Finding:
+    """A config alone: fatal in a folder of the user's, to be fetched yet in the hub's cache."""
+    message = f"{folder} holds neither {SINGLE} nor {INDEX}"
+    if Path(_source(subject)).is_dir():
+        reason = "the engine would end while it loads the drafter"
+        return Finding("drafter_tensors", "error", message, reason, _download(subject))
+    reason = "names and shapes of the weights are checked once they are there"
+    return Finding("drafter_tensors", "warning", message, reason, _download(subject))
 
 
 def check_quantization(subject: Subject) -> Iterator[Finding]:

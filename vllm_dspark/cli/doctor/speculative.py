@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from vllm_dspark.cli.doctor.findings import Finding, Level
 from vllm_dspark.cli.doctor.subject import Subject, missing_path
+from vllm_dspark.config import DSparkConfig
 from vllm_dspark.errors import ContractError
 from vllm_dspark.integration.contract import declared_fields
 
@@ -62,16 +63,22 @@ def check_keys(subject: Subject) -> Iterator[Finding]:
     except ContractError:
         return  # check_versions says so
     for key in subject.arguments.speculative:
-        if known and key not in known:
-            close = difflib.get_close_matches(key, [*known, "dspark"], n=1)
-            yield Finding(
-                "speculative_keys",
-                "error",
-                f"{key!r} in --speculative-config is no option of vLLM's speculative config"
-                + (f"; did you mean {close[0]!r}?" if close else ""),
-                'vLLM would not start (options of the plugin stand inside "dspark": {...})',
-                f'"{close[0]}" instead of "{key}"' if close else f'leave "{key}" out',
-            )
+        if not known or key in known:
+            continue
+        close = difflib.get_close_matches(key, [*known, "dspark"], n=1)
+        guess, flag = "", f'leave "{key}" out of --speculative-config'
+        if key in DSparkConfig.model_fields:
+            guess = "; it is one of the plugin's"
+            flag = f'"dspark": {{"{key}": ...}} inside --speculative-config'
+        elif close:
+            guess, flag = f"; did you mean {close[0]!r}?", f'"{close[0]}" instead of "{key}"'
+        yield Finding(
+            "speculative_keys",
+            "error",
+            f"{key!r} is no option of vLLM's --speculative-config{guess}",
+            "vLLM would not start",
+            flag,
+        )
 
 
 def check_model(subject: Subject) -> Iterator[Finding]:
