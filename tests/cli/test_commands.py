@@ -60,7 +60,9 @@ def test_results_come_as_json(command: Any) -> None:
     [
         (["demo", "--speed"], "No such option"),
         (["demo", "--dtype", "int8"], "choose bfloat16 or float32"),
-        (["demo", "--prompts", "0"], "--prompts"),
+        (["demo", "--prompts", "0"], "--prompts: 0 is outside of what is allowed"),
+        (["demo", "--rounds", "99999"], "--rounds: 99999 is outside"),
+        (["demo", "-k", "0"], "--num-speculative-tokens: 0 is outside"),
         (["demo", "--drafter", "/nowhere"], "no config.json"),
         (["demo", "--json", "/"], "is a folder"),
         (["dance"], "No such command"),
