@@ -119,7 +119,7 @@ def test_two_ray_replicas_measure_what_one_process_measures(
     """
     monkeypatch.setattr(profile, "ProfileReplica", SteadyProfile)
     monkeypatch.setattr(profiling, "measure_once", profiling.measure_once)  # put back at the end
-    options = ProfileOptions(arguments(pair, cache_dir=str(cache)), repeats=3)
+    options = ProfileOptions(arguments(pair, cache_dir=str(cache)), repeats=3, time_limit_s=600.0)
     one = run_profile(options, console())
     two = run_profile(replace(options, ray=cluster), console())
     assert two.record.fingerprint == one.record.fingerprint
