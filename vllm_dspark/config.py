@@ -22,6 +22,8 @@ from pydantic.config import JsonDict
 from vllm_dspark.errors import DSparkConfigError
 
 CACHE_ENV = "VLLM_DSPARK_CACHE_DIR"
+# Options that name a file which the engine core writes while it serves.
+RECORDINGS = ("record_outcomes", "record_confidences")
 
 
 def _option(default: object, description: str, allowed: str, **constraints: Any) -> Any:
@@ -231,7 +233,7 @@ class DSparkConfig(BaseModel):
             try:
                 config = cls.model_validate(dict(obj))
             except ValidationError as error:
-                raise DSparkConfigError(_explain(error)) from None
+                raise DSparkConfigError(_explain(error, obj)) from None
         if num_speculative_tokens is not None:
             config._check_width(num_speculative_tokens)
         return config
@@ -257,8 +259,9 @@ class DSparkConfig(BaseModel):
         ):
             sizes = (spec,) if isinstance(spec, int) else spec
             if isinstance(sizes, tuple) and max(sizes) > most:
+                given = spec if isinstance(spec, int) else list(sizes)  # JSON has no tuples
                 raise DSparkConfigError(
-                    f"dspark.{name} = {spec!r} exceeds what num_speculative_tokens = "
+                    f"dspark.{name} = {given!r} exceeds what num_speculative_tokens = "
                     f"{num_speculative_tokens} allows; allowed: 1 to {most}"
                 )
 
@@ -294,23 +297,17 @@ def _allowed(name: str) -> str:
     return str(extra["allowed"]) if isinstance(extra, dict) else "see the documentation"
 
 
-def _explain(error: ValidationError) -> str:
-    """One line per offending option: name, value seen, what is allowed."""
+def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
+    """One line per offending option: name, value as given, what is allowed."""
     lines: dict[str, str] = {}
     for item in error.errors(include_url=False):
         name = str(item["loc"][0])
         if name not in DSparkConfig.model_fields:
             lines[name] = f"dspark.{name} = {item['input']!r}: unknown option{_suggest(name)}"
         elif name not in lines:  # a union reports once per alternative
-            lines[name] = f"dspark.{name} = {_seen(item)}; allowed: {_allowed(name)}"
+            # as given: validators before the check have turned lists into tuples
+            lines[name] = f"dspark.{name} = {given[name]!r}; allowed: {_allowed(name)}"
     return "\n".join(lines.values())
-
-
-def _seen(item: Any) -> str:
-    """The value that was refused; errors inside a list also say which element."""
-    inner = [str(part) for part in item["loc"][1:] if isinstance(part, int)]
-    where = f" (element {inner[0]})" if inner else ""
-    return f"{item['input']!r}{where}"
 
 
 def _suggest(name: str) -> str:

@@ -49,13 +49,14 @@ class TestResolve:
         assert first.scheduling
         assert first.needs_profile
         assert first.calibration == Calibration.identity(K)
-        store.save(cost_record())
-        store.save(calibration_record())
+        assert first.used == ()
+        table, calibration = store.save(cost_record()), store.save(calibration_record())
         second = self.decide(store)
         assert not second.needs_profile
         assert second.cost_table.allocation_ms == 0.05
         assert second.calibration.greedy == (1.5,) * K
         assert second.notes == ()
+        assert second.used == (f"calibration {calibration}", f"cost table {table}")
         assert self.decide(store, driver="590").needs_profile
 
     def test_damaged_cache_is_measured_anew_and_noted(self, store):
@@ -71,6 +72,7 @@ class TestResolve:
         found = self.decide(store, {"cost_table": str(path)})
         assert found.cost_table is not None
         assert "recorded 'NVIDIA H100', now 'NVIDIA H200'" in found.notes[0]
+        assert found.used == (f"cost table {path}",)
 
     def test_named_table_for_another_width_is_not(self, store, tmp_path):
         path = tmp_path / "t.json"

@@ -32,7 +32,15 @@ def models(tmp_path: Path) -> list[str]:
     ("arguments", "message"),
     [
         (["--modes", "fastest"], "choose from off"),
-        (["--concurrency", "0"], "0 is less than 1"),
+        (["--concurrency", "0"], "0 is outside of what is allowed: a whole number from 1"),
+        (["--concurrency", "1.5"], "'1.5' is no whole number"),
+        (["--concurrency", "1000000"], "1000000 is outside"),
+        (["--temperature", "nan"], "nan is outside"),
+        (["--temperature", "0,-1"], "-1.0 is outside"),
+        (["--time-limit", "nan"], "--time-limit: nan is outside"),
+        (["--slices", "inf"], "--slices: inf is outside"),
+        (["--repeats", "0"], "--repeats: 0 is outside"),
+        (["--tokens", "1000000000000"], "--tokens: 1000000000000 is outside"),
         (["--concurrency", "4,4"], "twice"),
         (["--temperature", "hot"], "--temperature 'hot'"),
         (["--workload", "tea"], "choose from decode"),
@@ -42,6 +50,7 @@ def models(tmp_path: Path) -> list[str]:
         (["--pair", "{"], "is not JSON"),
         (["--pair", '{"target": "x"}'], "keys of"),
         (["--compare", "/nowhere/cells.jsonl"], "does not exist"),
+        (["--json", "/"], "is a folder"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str], message: str) -> None:
@@ -71,9 +80,11 @@ def test_run_and_comparison(
     assert run("--modes", "ours", "--out", str(tmp_path / "b"), *arguments).exit_code == 0
     assert len(log) == before, "cells that were there were measured again"
     files = [str(tmp_path / folder / "cells.jsonl") for folder in "ab"]
-    result = run("--compare", files[0], "--compare", files[1], "--out", str(tmp_path / "c"))
+    words = ["--compare", files[0], "--compare", files[1], "--out", str(tmp_path / "c")]
+    result = run(*words, "--json", "-")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "c" / "bench.json").read_text())
+    assert json.loads(result.stdout) == found
     assert found["rows"][0]["ours_over_best_fixed"]["chosen"] == {"fixed3": 2}
     assert (tmp_path / "c" / "bench-frontier.svg").stat().st_size > 1000
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.cli.test_report import report
-from vllm_dspark.cli import demo, serve
+from vllm_dspark.cli import demo, exits, serve
 from vllm_dspark.cli.main import app
 from vllm_dspark.demo.client import ServerError
 from vllm_dspark.demo.target import TargetError
@@ -28,12 +28,32 @@ def drafter(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ["demo", "version"])
-def test_help_has_an_example(command: str) -> None:
-    """Catches a command without the example that its help promises."""
-    result = run(command, "-h")
-    assert result.exit_code == 0
-    assert f"Example: vllm-dspark {command}" in result.output
+@pytest.mark.parametrize("command", app.registered_commands, ids=lambda c: c.callback.__name__)
+def test_help_has_one_example(command: Any) -> None:
+    """Catches a command without example, with two, or with another command's."""
+    name = command.callback.__name__
+    assert command.epilog.startswith(f"Example: vllm-dspark {name} ")
+    assert command.epilog.count("Example") == 1
+    if name != "serve":  # whose --help is vLLM's
+        result = run(name, "-h")
+        assert result.exit_code == 0
+        assert result.output.count(f"Example: vllm-dspark {name}") == 1
+
+
+def test_exit_codes_are_documented() -> None:
+    """Catches a code that only the source explains."""
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    rows = [line for line in (exits.__doc__ or "").splitlines() if line.startswith("| ")]
+    assert len(rows) == 7
+    assert all(row in page for row in rows)
+
+
+@pytest.mark.parametrize("command", app.registered_commands, ids=lambda c: c.callback.__name__)
+def test_results_come_as_json(command: Any) -> None:
+    """Catches a command whose result only people can read."""
+    name = command.callback.__name__
+    if name != "serve":
+        assert "--json" in run(name, "-h").output
 
 
 @pytest.mark.parametrize(
@@ -41,8 +61,11 @@ def test_help_has_an_example(command: str) -> None:
     [
         (["demo", "--speed"], "No such option"),
         (["demo", "--dtype", "int8"], "choose bfloat16 or float32"),
-        (["demo", "--prompts", "0"], "--prompts"),
+        (["demo", "--prompts", "0"], "--prompts: 0 is outside of what is allowed"),
+        (["demo", "--rounds", "99999"], "--rounds: 99999 is outside"),
+        (["demo", "-k", "0"], "--num-speculative-tokens: 0 is outside"),
         (["demo", "--drafter", "/nowhere"], "no config.json"),
+        (["demo", "--json", "/"], "is a folder"),
         (["dance"], "No such command"),
     ],
 )
@@ -80,6 +103,8 @@ def test_different_outputs_fail_the_demo(
     result = run("demo", "--drafter", str(drafter), "--json", str(file))
     assert result.exit_code == code
     assert json.loads(file.read_text())["identical"] is (code == 0)
+    shown = run("demo", "--drafter", str(drafter), "--json", "-")
+    assert json.loads(shown.stdout)["identical"] is (code == 0)
 
 
 def test_demo_options_reach_the_run(monkeypatch: pytest.MonkeyPatch, drafter: Path) -> None:

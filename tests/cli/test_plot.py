@@ -198,8 +198,13 @@ def test_nothing_is_written_for_bad_input(source: Path, tmp_path: Path) -> None:
         bad.write_text(text)
         with pytest.raises(InputError, match=message):
             run_plot([source, bad], None, page)
-    with pytest.raises(InputError, match="cannot read"):
-        run_plot([tmp_path / "none.json"], None, page)
+    for content in (b"", b"\x89PNG\r\n\x1a\n\x00\xff", b"[" * 200_000):
+        bad.write_bytes(content)
+        with pytest.raises(InputError, match=r"bad\.json is not JSON"):
+            run_plot([source, bad], None, page)
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(InputError, match=f"cannot read {path}: "):
+            run_plot([path], None, page)
     with pytest.raises(InputError, match=r"ends in \.png or \.svg"):
         run_plot([source], tmp_path / "a.gif", page)
     with pytest.raises(InputError, match="say where to"):

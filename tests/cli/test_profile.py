@@ -114,6 +114,17 @@ def test_bad_output_is_refused_before_an_engine_starts(console, monkeypatch, tmp
         profile.run_profile(profile.ProfileOptions(("T",), output=tmp_path), console)
 
 
+def test_a_cache_that_cannot_be_written_is_seen_before_measuring(console, monkeypatch):
+    """Catches three minutes of measuring whose table nobody can keep."""
+    honest = FakeProfile.describe
+    monkeypatch.setattr(
+        FakeProfile, "describe", lambda self: {**honest(self), "cache_dir": "/dev/null/x"}
+    )
+    monkeypatch.setattr(FakeProfile, "run", lambda *_: pytest.fail("it measured"))
+    with pytest.raises(InputError, match="/dev/null is no folder"):
+        profile.run_profile(profile.ProfileOptions(("TARGET",)), console)
+
+
 def test_engine_that_will_not_use_it_is_said(console, monkeypatch):
     """Catches a user who measures for nothing without knowing."""
     honest = FakeProfile.describe

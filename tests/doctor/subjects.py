@@ -1,6 +1,7 @@
 """Engines to examine: a target and a drafter that fit, changed one thing at a time."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ TARGET = {
     "num_hidden_layers": 6,
     "max_position_embeddings": 4096,
 }
+# A flag, a key or value of a config, or a command: something that one can type.
+NAMES_A_REMEDY = re.compile(r"--\w|\"\w|^(vllm-dspark|hf|pip|rm|unset) |as TARGET")
 H200 = Machine("NVIDIA H200", capability=90, device_count=1)
 
 

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.doctor.subjects import H200, findings, named, subject, write_target
+from tests.doctor.subjects import (
+    H200,
+    NAMES_A_REMEDY,
+    findings,
+    named,
+    subject,
+    write_target,
+)
 from tests.proposer.checkpoints import SPECULATORS, random_tensors, spec_of, write_checkpoint
 from tests.support.wheels import write_wheel
 from vllm_dspark.cli.doctor import command
@@ -40,7 +47,15 @@ def test_healthy_engine_has_no_complaint(tmp_path: Path) -> None:
         ({"drafter": {"sample_from_anchor": False}}, "draft_width", "error", "1..6"),
         ({"speculative": {"num_speculative_tokens": None}}, "draft_width", "info", "7"),
         ({"speculative": {"method": "eagle"}}, "method", "error", "eagle"),
+        ({"speculative": {"num_speculative_tokens": -3}}, "draft_width", "error", "1..7"),
         ({"speculative": {"dspark": {"windos": "host"}}}, "options", "error", "windos"),
+        ({"speculative": {"dspark": {"test_draft_width": []}}}, "options", "error", " = []"),
+        ({"speculative": {"num_speculative_token": 7}}, "speculative_keys", "error", "_tokens'?"),
+        ({"speculative": {"zzz": 7}}, "speculative_keys", "error", "'zzz'"),
+        ({"speculative": {"windows": "host"}}, "speculative_keys", "error", "one of the plugin's"),
+        ({"speculative": {"model": None}}, "drafter_files", "error", "names no model"),
+        ({"speculative": {"dspark": {"enabled": False}}}, "scheduling", "info", "enabled"),
+        ({"speculative": {"dspark": {"scheduling": False}}}, "scheduling", "info", "off"),
         (
             {"speculative": {"dspark": {"calibration": "/nowhere.json"}}},
             "calibration",
@@ -60,7 +75,88 @@ def test_finding(tmp_path: Path, parts: dict[str, Any], check: str, level: str, 
     (found,) = named(findings(subject(tmp_path, *CLEAN, **parts)), check)
     assert found.level == level
     assert words in found.message
-    assert found.flag
+    assert NAMES_A_REMEDY.search(found.flag), found.flag
+
+
+@pytest.mark.parametrize(
+    "speculative",
+    [
+        {"num_speculative_tokens": -3},
+        {"num_speculative_tokens": 0},
+        {"model": None},
+        {"model": "./nope"},
+        {"dspark": {"enabled": False}},
+    ],
+)
+def test_one_mistake_is_one_finding(tmp_path: Path, speculative: dict[str, Any]) -> None:
+    """Catches findings that only follow from another one, such as a budget for -3 drafts."""
+    found = findings(subject(tmp_path, *CLEAN, speculative=speculative))
+    told = [f for f in found if f.level != "ok" and f.check not in ("cost_table", "windows")]
+    assert len(told) == 1, told
+    if speculative.get("num_speculative_tokens", 1) < 1:
+        assert "token_budget" not in {f.check for f in found}
+
+
+@pytest.mark.parametrize(
+    "name", ["/nope/dspark", "./nope", "../nope/dspark", "~/dspark", "a/b/dspark"]
+)
+def test_paths_that_lead_nowhere(tmp_path: Path, name: str) -> None:
+    """Catches a mistyped folder taken for a hub id that only has to be downloaded."""
+    (drafter,) = named(findings(subject(tmp_path, speculative={"model": name})), "drafter_files")
+    assert (drafter.level, f"the folder {name} does not exist" in drafter.message) == (
+        "error",
+        True,
+    )
+    assert "hf download" not in drafter.flag
+    made = Subject(parse_serve([name, "--speculative-config", '{"method": "dspark"}']), H200)
+    found = [f for f in findings(made) if f.level != "ok"]
+    assert [(f.check, f.level) for f in found] == [("target_files", "error")]
+    given = json.dumps({"method": "dspark", "model": str(tmp_path / "dspark-drafter")})
+    found = list(findings(Subject(parse_serve([name, "--speculative-config", given]), H200)))
+    assert {f.check for f in found if f.level == "error"} == {"target_files"}
+    assert not named(found, "target_match"), "advice to download a path"
+
+
+def test_a_width_below_one_without_a_drafter_at_hand(tmp_path: Path) -> None:
+    """Catches a K of -3 that nobody mentions because the drafter's block is not known."""
+    wrong = {"model": str(tmp_path / "file"), "num_speculative_tokens": -3}
+    (tmp_path / "file").write_text("")
+    found = findings(subject(tmp_path, *CLEAN, speculative=wrong))
+    told = {(f.check, f.level) for f in found if f.level != "ok"} - {("cost_table", "info")}
+    assert told == {("drafter_files", "error"), ("draft_width", "error")}
+    (drafter,) = named(found, "drafter_files")
+    assert "is a file" in drafter.message
+
+
+def test_local_drafter_without_weights(tmp_path: Path) -> None:
+    """Catches a warning where the engine would end: nobody will fetch weights into a folder."""
+    made = subject(tmp_path)
+    (tmp_path / "dspark-drafter" / "model.safetensors").unlink()
+    (found,) = named(findings(made), "drafter_tensors")
+    assert found.level == "error"
+    assert "--local-dir" in found.flag
+
+
+@pytest.mark.parametrize(
+    ("options", "check", "level"),
+    [
+        ({"record_confidences": "{file}/pairs.jsonl"}, "recording", "error"),
+        ({"record_outcomes": "{folder}"}, "recording", "error"),
+        ({"record_outcomes": "{folder}/new/outcomes.jsonl"}, "", ""),
+        ({"cache_dir": "{file}/cache"}, "cache_folder", "warning"),
+        ({"cache_dir": "{file}/cache", "scheduling": False}, "", ""),
+    ],
+)
+def test_files_that_cannot_be_written(
+    tmp_path: Path, options: dict[str, Any], check: str, level: str
+) -> None:
+    """Catches a start that ends, or a table never kept, for a path that doctor could see."""
+    (tmp_path / "file").write_text("")
+    places = {"file": tmp_path / "file", "folder": tmp_path}
+    given = {k: v.format(**places) if isinstance(v, str) else v for k, v in options.items()}
+    found = findings(subject(tmp_path, speculative={"dspark": given}))
+    checks = [(f.check, f.level) for f in found if f.check in ("recording", "cache_folder")]
+    assert checks == ([(check, level)] if check else [])
 
 
 def test_speculators_drafter_is_found(tmp_path: Path) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.doctor.subjects import H200, findings, named, subject, write_drafter, write_target
+from tests.doctor.subjects import (
+    H200,
+    NAMES_A_REMEDY,
+    findings,
+    named,
+    subject,
+    write_drafter,
+    write_target,
+)
 from tests.proposer.checkpoints import DEEPSPEC, random_tensors, spec_of, write_checkpoint
 from vllm_dspark.cli.doctor import versions
 from vllm_dspark.cli.doctor.arguments import parse_serve
@@ -166,6 +174,8 @@ def test_report_is_caught(tmp_path: Path, row: Any) -> None:
     caught = named(findings(_situation(row.symptom)(tmp_path)), row.check)
     assert caught, f"no finding {row.check!r} for: {row.symptom}"
     assert all(f.reason or f.level == "error" for f in caught)
+    unclear = [f.flag for f in caught if f.level != "info" and not NAMES_A_REMEDY.search(f.flag)]
+    assert not unclear, "a remedy names the flag, option or command that mends it"
 
 
 @pytest.mark.parametrize("row", SEEN, ids=lambda row: row.symptom[:40])

@@ -147,7 +147,7 @@ def test_renamed_symbol_is_named(symbol: Symbol) -> None:
 @pytest.mark.parametrize(
     "symbol, name",
     [(s, name) for s in CONTRACT for name in s.params],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_renamed_parameter_is_named(symbol: Symbol, name: str) -> None:
     """Catches a changed signature: one parameter of another name."""
@@ -166,7 +166,7 @@ def test_renamed_parameter_is_named(symbol: Symbol, name: str) -> None:
 @pytest.mark.parametrize(
     "symbol, name",
     [(s, name) for s in CONTRACT for name in s.fields],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_renamed_field_is_named(symbol: Symbol, name: str) -> None:
     """Catches an attribute that is gone from a class, declared or assigned on self."""

@@ -4,7 +4,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from tests.support.engines import DEFAULTS, ENGINE_ENVIRONMENT, dspark, engine, 
 from tests.support.pairs import Pair, PairSpec
 from tests.support.patience import PATIENCE_S
 from tests.support.ray_cluster import local_ray
+from vllm_dspark.cli import profile
 from vllm_dspark.cli.calibrate import CalibrateOptions, CalibrateReport, run_calibrate
 from vllm_dspark.cli.profile import ProfileOptions, run_profile
+from vllm_dspark.cli.replicas import ProfileReplica
 from vllm_dspark.cli.spread import RayPlace
 from vllm_dspark.errors import EngineError
 from vllm_dspark.integration import profiling
@@ -92,6 +94,49 @@ def test_a_start_after_profile_measures_nothing(
         ((_, grid),) = planner.cost.table.grids.items()
         assert grid.sizes == (*range(1, 9), 16, 32, 64)
         assert grid.median_ms[0, 0] == 6.0
+
+
+class SteadyProfile(ProfileReplica):
+    """A real replica whose steps run, and whose times are those of a machine without noise."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        honest = profiling.measure_once
+
+        def measure(
+            runner: Any, requests: int, tokens: int, kv_tokens: int, columns: Any = None
+        ) -> Any:
+            timing = honest(runner, requests, tokens, kv_tokens, columns)
+            assert timing.forward_ms > 0.1
+            width = 7 if columns is None else columns
+            ms = 5.0 + tokens + kv_tokens / 1000
+            return replace(timing, forward_ms=ms, draft_ms=(1.0 + requests) * width / 7)
+
+        # in the process of the replica: an actor's own, or the test's
+        profiling.measure_once = measure
+        super().__init__(arguments)
+
+
+def test_two_ray_replicas_measure_what_one_process_measures(
+    pair: Pair, cache: Path, cluster: RayPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches cells that a real engine in an actor cannot run, runs twice, or reports as others.
+
+    Times are replaced for the same reason as above: two engines on two cores slow each other down.
+    """
+    monkeypatch.setattr(profile, "ProfileReplica", SteadyProfile)
+    monkeypatch.setattr(profiling, "measure_once", profiling.measure_once)  # put back at the end
+    options = ProfileOptions(arguments(pair, cache_dir=str(cache)), repeats=3, time_limit_s=600.0)
+    one = run_profile(options, console())
+    two = run_profile(replace(options, ray=cluster), console())
+    assert two.record.fingerprint == one.record.fingerprint
+    assert two.record.grids == one.record.grids
+    assert (two.record.draft, two.record.narrow_draft) == (
+        one.record.draft,
+        one.record.narrow_draft,
+    )
+    assert len(two.replica_cost) == 2, "one of the replicas measured nothing"
+    assert (two.num_cells, two.restarts) == (one.num_cells, 0)
+    assert two.paths == one.paths
 
 
 def test_an_engine_that_does_not_start_is_one_error(pair: Pair, cache: Path) -> None:

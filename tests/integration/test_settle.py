@@ -58,6 +58,7 @@ def test_users_dict_is_left_alone(pair: Any) -> None:
         ({"request_floor": 9}, ["dspark.request_floor", "9", "num_speculative_tokens = 7"]),
         ({"test_windows": [3, 9]}, ["dspark.test_windows", "9", "allowed: 1 to 8"]),
         ({"enabled": "yes"}, ["dspark.enabled", "'yes'", "true or false"]),
+        ({"record_outcomes": "/dev/null/x"}, ["dspark.record_outcomes", "leave the option out"]),
         ("host", ["must be a JSON object", "'host'", '"dspark": {']),
     ],
 )

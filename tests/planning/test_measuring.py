@@ -76,7 +76,7 @@ def test_one_cell_that_never_settles_is_no_reason():
 def test_too_few_samples_are_not_a_table():
     """Catches a time limit that strikes early."""
     samples, _ = measured(lambda *_: 1.0, rounds=2)
-    with pytest.raises(CostTableError):
+    with pytest.raises(CostTableError, match=r"time was up .* fewer than"):
         samples.table()
 
 

@@ -1,13 +1,16 @@
 """The command: sweeps, tables, files, exit codes."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.artifacts.records import cost_record
 from vllm_dspark.cli.main import app
+from vllm_dspark.cli.simulate import command
 from vllm_dspark.simulation.result import SimulationRecord
 from vllm_dspark.simulation.trace import read_trace, synthetic_trace, write_trace
 
@@ -73,12 +76,12 @@ def test_table_on_the_terminal() -> None:
         (("--acceptance", "0.5", "--trace", "x"), 2, "either --trace or --acceptance"),
         (("--trace", "/nowhere"), 2, "cannot read"),
         (("--acceptance", "0.5", "--cost-table", "/nowhere"), 2, "cannot read"),
-        (("--acceptance", "half"), 2, "write numbers"),
+        (("--acceptance", "half"), 2, "'half' is no number from 0 to 1"),
         (("--acceptance", "0.5", "--policy", "best"), 2, "not known"),
         (("--acceptance", "0.5", "-k", "2"), 2, "K = 2 cannot be simulated"),
         (("--acceptance", "0.5", "--arrivals", "poisson"), 2, "needs --rate"),
         (("--acceptance", "0.5", "--arrivals", "often"), 2, "closed, poisson or burst"),
-        (("--acceptance", "0.5", "--tp-efficiency", "2"), 2, "efficiency"),
+        (("--acceptance", "0.5", "--tp-efficiency", "2"), 2, "--tp-efficiency: 2.0"),
         (("--acceptance", "0.5", "--json", "/"), 2, "is a folder"),
     ],
 )
@@ -87,6 +90,71 @@ def test_wrong_usage_exits_with_2(arguments: tuple[str, ...], code: int, words: 
     result = run(*arguments)
     assert result.exit_code == code, result.output
     assert words in " ".join((result.output + result.stderr).split())
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--min-gain", "nan -0.1 1 inf 0,nan"),
+        ("--acceptance", "1.8 -1 nan inf 0.5,1.1"),
+        ("--requests", "0 -3 100000000000"),
+        ("--dp", "0 -1 1.5 1000000 inf"),
+        ("--tp", "0 -2 nan"),
+        ("--bandwidth", "0 -1 nan inf 1e9"),
+        ("--compute", "0 nan"),
+        ("--concurrency", "0 -4 1e3 99999999999 ,"),
+        ("--k", "0 -3 1.5"),
+        ("--tp-efficiency", "0 nan 1.1"),
+        ("--overhead-ms", "nan -1 inf"),
+        ("--prompt-tokens", "0 99999999999"),
+        ("--max-num-seqs", "0 99999999999"),
+        ("--max-num-batched-tokens", "0 99999999999"),
+        ("--burst-size", "0 99999999999"),
+        ("--seed", "-1 99999999999"),
+        ("--hysteresis", "-1 99999"),
+        ("--probe-interval", "1 9999999"),
+    ],
+)
+def test_numbers_are_judged_before_anything_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, option: str, values: str
+) -> None:
+    """Catches half a minute of compiling, or a simulation of nonsense, for a mistyped number."""
+    monkeypatch.setattr(command, "simulate", lambda *_, **__: pytest.fail("it was simulated"))
+    for value in values.split():
+        given = () if option == "--acceptance" else ("--acceptance", "0.5")
+        result = run(*given, f"{option}={value}")
+        assert result.exit_code == 2, (value, result.output)
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"vllm-dspark: error: {option}"), line
+        assert re.search(r"from \d|above \d|at least one", line), line  # what is allowed
+    rate = run("--acceptance", "0.5", "--arrivals", "poisson", "--rate", "nan")
+    assert (rate.exit_code, "--rate 'nan'" in rate.stderr) == (2, True)
+
+
+def test_what_is_simulated_is_said_on_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches half a minute of silence while the simulator is compiled, and a spoilt stdout."""
+    real, calls = command.simulate, []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(command, "simulate", noted)
+    arguments = ("--acceptance", "0.5", *SMALL, "--concurrency", "2", "--policy", "off")
+    shown = run(*arguments)
+    assert "compiling the simulator" in shown.stderr
+    assert "compiling" not in shown.stdout
+    assert len(calls) == 1
+    as_json = run(*arguments, "--json", "-")
+    assert json.loads(as_json.stdout)["kind"] == "simulation"
+
+
+def test_full_draft_width_is_said() -> None:
+    """Catches a prediction for a CPU engine that hides what its engine does otherwise."""
+    shown = run("--acceptance", "0.5,0.5", *SMALL, "--concurrency", "2", "--policy", "ours")
+    assert "every draft pass has full width" in " ".join(shown.output.split())
+    off = run("--acceptance", "0.5,0.5", *SMALL, "--concurrency", "2", "--policy", "off")
+    assert "full width" not in " ".join(off.output.split())
 
 
 def test_help_has_an_example() -> None:

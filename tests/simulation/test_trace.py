@@ -1,6 +1,7 @@
 """Traces: from recorded pairs, on disk, narrowed; and machines that were not measured."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,21 @@ def test_other_machines_scale_what_they_change() -> None:
     assert scaled(table, Machine()) is table
     with pytest.raises(SimulationError, match="bandwidth 0"):
         Machine(bandwidth=0.0)
+
+
+def test_another_width_has_its_own_draft_price() -> None:
+    """Catches a CPU's drafter that costs a block of 7 for an engine of K = 3 or 5."""
+    full = example_table(7)
+    half = replace(full.draft, median_ms=full.draft.median_ms / 2)
+    table = replace(full, narrow={3: half})
+    assert for_width(table, 7, 3).draft.median_ms == pytest.approx(half.median_ms)
+    between = full.draft.median_ms * 0.75  # half way from 3 columns to 7
+    assert for_width(table, 7, 5).draft.median_ms == pytest.approx(between)
+    assert for_width(full, 7, 3).draft.median_ms == pytest.approx(full.draft.median_ms)
+    assert set(for_width(table, 7, 5).narrow) == {3}
+    assert set(for_width(table, 7, 3).narrow) == set()
+    slower = scaled(table, Machine(bandwidth=0.5)).narrow[3]
+    assert slower.median_ms[0, 0] == pytest.approx(2.0 * half.median_ms[0, 0])
 
 
 def test_another_width_has_its_own_graphs() -> None:

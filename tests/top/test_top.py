@@ -142,6 +142,13 @@ def test_server_without_the_plugin(tmp_path: Path) -> None:
     assert (e.tokens_per_s, e.scheduling, e.accepted_length) == (15.0, None, None)
     text = _shown([e])
     assert "plugin absent" in text
+    with served([first]) as address:
+        once = ["top", address, "--once", "--interval", "0", "--json"]
+        result = CliRunner().invoke(app, once)
+    assert result.exit_code == 4
+    assert json.loads(result.stdout)["engines"][0]["scheduling"] is None
+    (line,) = result.stderr.splitlines()
+    assert "no vllm:dspark_* ones" in line
 
 
 def test_scheduling_that_is_off_says_why(tmp_path: Path) -> None:
@@ -203,13 +210,23 @@ def test_once_since_the_start(tmp_path: Path) -> None:
         (["localhost:8000", "--json"], 2, "--once"),
         (["localhost:8000", "--interval", "0"], 2, "--once"),
         (["localhost:8000", "--interval", "-1"], 2, "--interval"),
+        (["localhost:8000", "--interval", "nan"], 2, "--interval"),
+        (["no-such-host.invalid:8000", "--once"], 1, "does not answer"),
+        (["http://[half", "--once"], 2, "is no address of a server"),
+        (["http://h:99999", "--once"], 2, "is no address of a server"),
+        (["http://h:port"], 2, "is no address of a server"),
+        (["file:///etc/hosts", "--once"], 2, "is no address of a server"),
+        (["http://", "--once"], 2, "is no address of a server"),
+        (["local host:8000"], 2, "is no address of a server"),
     ],
 )
 def test_exit_codes(arguments: list[str], code: int, words: str) -> None:
     """Catches a traceback, or a failure that looks like success."""
     result = CliRunner().invoke(app, ["top", *arguments])
     assert result.exit_code == code
-    assert words in result.output + result.stderr
+    (line,) = result.stderr.splitlines()
+    assert words in line
+    assert line.startswith("vllm-dspark: error: ")
 
 
 @pytest.mark.parametrize("text", ["", "<html>hello</html>", "python_info 1.0\n", 'vllm:x{a="b'])
@@ -217,6 +234,10 @@ def test_page_that_is_something_else(text: str) -> None:
     """Catches a parser's own error, or an empty view, for a page of another program."""
     with pytest.raises(ScrapeError):
         parse(text)
+    with served([text]) as address:
+        result = CliRunner().invoke(app, ["top", address, "--once", "--interval", "0"])
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_http_errors_are_scrape_errors() -> None:

@@ -43,6 +43,7 @@ class Resolution:
     needs_profile: bool = False  # measure a cost table and save it
     mixed: bool = False  # evidence allows to trim steps with prefill rows
     notes: tuple[str, ...] = field(default=())  # for the log, one line each
+    used: tuple[str, ...] = ()  # artifacts that were found, for the log
 
     @property
     def scheduling(self) -> bool:
@@ -108,7 +109,10 @@ def _calibration(config: DSparkConfig, live: Fingerprint, store: ArtifactStore) 
             cached = store.load_calibration(live)
         except ArtifactError as error:
             return Resolution("", identity, notes=(f"cached calibration ignored: {error}",))
-        return Resolution("", cached.to_calibration() if cached else identity)
+        if cached is None:
+            return Resolution("", identity)
+        used = (f"calibration {store.calibration_path(live)}",)
+        return Resolution("", cached.to_calibration(), used=used)
     try:
         record = read_calibration(config.calibration, width)
     except ArtifactError as error:
@@ -121,7 +125,8 @@ def _calibration(config: DSparkConfig, live: Fingerprint, store: ArtifactStore) 
         else record.fingerprint.differences(live, MODEL_FIELDS)
     )
     notes = _match(f"calibration {config.calibration}", differences, strict)
-    return Resolution("", record.to_calibration(), notes=notes)
+    used = (f"calibration {config.calibration}",)
+    return Resolution("", record.to_calibration(), notes=notes, used=used)
 
 
 def _cost_table(
@@ -142,14 +147,16 @@ def _cost_table(
             )
         differences = record.fingerprint.differences(live)
         notes = _match(f"cost table {config.cost_table}", differences, strict)
-        return replace(found, cost_table=record.to_table(), notes=found.notes + notes)
+        used = (*found.used, f"cost table {config.cost_table}")
+        return replace(found, cost_table=record.to_table(), notes=found.notes + notes, used=used)
     try:
         record = store.load_cost_table(live)
     except ArtifactError as error:
         record = None
         found = replace(found, notes=(*found.notes, f"cached cost table ignored: {error}"))
     if record is not None:
-        return replace(found, cost_table=record.to_table())
+        used = (*found.used, f"cost table {store.cost_table_path(live)}")
+        return replace(found, cost_table=record.to_table(), used=used)
     if strict:
         raise _RefusedError(
             f"no cost table for this machine and model in {store.folder}; measure one with "

@@ -158,6 +158,25 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
+def why_unwritable(path: Path) -> str:
+    """Why a file cannot be made or added to at `path`; empty if nothing is known against it.
+
+    Nothing is written, so a full disk is not seen.
+    """
+    try:
+        if path.is_dir():
+            return f"{path} is a folder, a file name is needed"
+        place = path.absolute()
+        while not place.exists():
+            place = place.parent
+        if place != path.absolute() and not place.is_dir():
+            return f"{place} is no folder"
+        needed = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
+        return "" if os.access(place, needed) else f"no permission to write to {place}"
+    except OSError as error:  # a name that is too long
+        return str(error.strerror)
+
+
 def _read(path: Path) -> dict[str, object]:
     try:
         obj = json.loads(path.read_text(encoding="utf-8"))

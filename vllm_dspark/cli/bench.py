@@ -34,6 +34,7 @@ from vllm_dspark.bench.workload import (
     random_questions,
 )
 from vllm_dspark.cli.demo import stop_on_signals
+from vllm_dspark.cli.numbers import Within
 from vllm_dspark.cli.serve import serve_environment
 from vllm_dspark.config import process_environment
 from vllm_dspark.cpu.build import is_cpu_build
@@ -87,8 +88,8 @@ class BenchOptions:
         _check_replays(**others)
         return cls(
             modes=tuple(_items("--modes", modes, Mode.parse)),
-            concurrencies=tuple(_items("--concurrency", concurrencies, _positive)),
-            temperatures=tuple(_items("--temperature", temperatures, float)),
+            concurrencies=tuple(_items("--concurrency", concurrencies, _requests)),
+            temperatures=tuple(_items("--temperature", temperatures, _temperature)),
             workloads=tuple(_items("--workload", workloads, _workload)),
             sizes=Sizes(*sizes),
             pair=_pair_fields(pair),
@@ -119,6 +120,8 @@ def _check_replays(
 
 
 _Item = TypeVar("_Item")
+_requests = Within(int, 1, 65536)
+_temperature = Within(float, 0.0, 100.0)
 
 
 def _items(option: str, text: str, read: Callable[[str], _Item]) -> list[_Item]:
@@ -131,19 +134,12 @@ def _items(option: str, text: str, read: Callable[[str], _Item]) -> list[_Item]:
     return found
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(f"{value} is less than 1")
-    return value
-
-
 def _workload(text: str) -> Workload:
     """`burst`, or `burst@128+256`: only at these loads."""
     name, limited, loads = text.partition("@")
     if name not in WORKLOADS:
         raise ValueError(f"{name!r} is no workload; choose from {', '.join(WORKLOADS)}")
-    only = tuple(map(_positive, loads.split("+"))) if limited else ()
+    only = tuple(map(_requests, loads.split("+"))) if limited else ()
     return dataclasses.replace(WORKLOADS[name], only=only)
 
 

@@ -21,7 +21,14 @@ from vllm_dspark.cli.figures import calibration_figures
 from vllm_dspark.cli.output import progress, require_writable
 from vllm_dspark.cli.prompt_files import PromptSet, load_prompts
 from vllm_dspark.cli.replicas import CalibrationReplica, PairsOfTask, Request
-from vllm_dspark.cli.spread import LocalReplica, RayPlace, Replicas, make_replicas, one_identity
+from vllm_dspark.cli.spread import (
+    LocalReplica,
+    RayPlace,
+    Replicas,
+    make_replicas,
+    one_identity,
+    require_cache,
+)
 from vllm_dspark.errors import InputError, UntrustedError
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.reliability import (
@@ -230,6 +237,7 @@ def _from_engine(
     factory = (options.arguments, options.chat)
     with make_replicas(options.ray, CalibrationReplica, factory) as replicas:
         identity = one_identity(replicas.describe())
+        require_cache(identity, options.ray)
         console.print(
             f"{len(requests)} requests: {len(prompts.contents)} prompts of {prompts.source} at "
             f"temperatures {', '.join(f'{t:g}' for t in options.temperatures)}, up to "

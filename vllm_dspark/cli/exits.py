@@ -6,7 +6,7 @@
 | 1 | it ran and failed: an engine or server died, outputs differ, a file could not be written |
 | 2 | wrong usage: an unknown option, a bad value, an input file that holds something else |
 | 3 | it ran, but the result must not be used (noisy machine, too little data): nothing was kept |
-| 4 | `doctor` has warnings, but no errors (1) |
+| 4 | done, with a warning: `doctor` has some but no errors (1), `top` sees no plugin |
 | 130 | interrupted |
 """
 

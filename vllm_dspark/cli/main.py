@@ -15,8 +15,12 @@ from typer.core import TyperCommand
 from vllm_dspark.cli import measuring_commands as measuring
 from vllm_dspark.cli.doctor import cli as doctor_cli
 from vllm_dspark.cli.exits import EXIT_USAGE, fail
+from vllm_dspark.cli.numbers import number
 from vllm_dspark.cli.simulate import cli as simulate_cli
 from vllm_dspark.cli.top import cli as top_cli
+
+# More would be a mistyped number: no cell of a benchmark needs it.
+_TOKENS = 10_000_000
 
 app = typer.Typer(
     name="vllm-dspark",
@@ -34,17 +38,19 @@ app = typer.Typer(
 def demo(
     *,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help='Write the result to FILE ("-": print it).'),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32 (outputs equal throughout).")] = (
         "bfloat16"
     ),
-    prompts: Annotated[int, typer.Option(min=1, max=12, help="Prompts per domain.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=2, max=1024, help="Tokens per answer.")] = 96,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed repeats of every prompt.")] = 3,
-    concurrency: Annotated[int, typer.Option(min=2, max=8, help="Requests of a wave.")] = 4,
+    prompts: Annotated[int, number(min=1, max=12, help="Prompts per domain.")] = 4,
+    max_tokens: Annotated[int, number(min=2, max=1024, help="Tokens per answer.")] = 96,
+    rounds: Annotated[int, number(min=1, max=1000, help="Timed repeats of every prompt.")] = 3,
+    concurrency: Annotated[int, number(min=2, max=8, help="Requests of a wave.")] = 4,
     num_speculative_tokens: Annotated[
-        int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Drafts per step.")
+        int,
+        number("-k", "--num-speculative-tokens", min=1, max=1024, help="Drafts per step."),
     ] = 7,
     drafter: Annotated[
         Path | None, typer.Option(help="Another drafter than the packaged one.")
@@ -57,12 +63,12 @@ def demo(
     ] = False,
 ) -> None:
     """Compare vLLM without speculation and with DSpark on a small real model, on this machine."""
-    from rich.console import Console
-
     from vllm_dspark.cli import demo as command
+    from vllm_dspark.cli.output import console_for, require_writable, write_json
     from vllm_dspark.cli.serve import INSTALL_HINT, has_vllm
     from vllm_dspark.demo.client import ServerError
     from vllm_dspark.demo.target import TargetError
+    from vllm_dspark.errors import InputError
 
     if dtype not in ("bfloat16", "float32"):
         fail(f"--dtype {dtype!r}: choose bfloat16 or float32", EXIT_USAGE)
@@ -82,11 +88,13 @@ def demo(
         compile=compile_model,
     )
     try:
-        report = command.run_demo(options, Console())
+        require_writable(json_file)
+        report = command.run_demo(options, console_for(json_file))
+        write_json(json_file, json.dumps(report.as_json(), indent=2))
+    except InputError as error:
+        fail(str(error), EXIT_USAGE)
     except (TargetError, ServerError, OSError) as error:
         fail(str(error))
-    if json_file is not None:
-        report.write(json_file)
     if not report.identity.holds:
         fail("greedy outputs differ from those without speculation")
 
@@ -134,19 +142,25 @@ def bench(
         str,
         typer.Option(help="Of decode, short, long, shift, burst, prefill; burst@256: only there."),
     ] = ("short"),
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved repeats of every cell.")] = 3,
+    repeats: Annotated[int, number(min=1, max=1000, help="Interleaved repeats of every cell.")] = 3,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Output tokens of a cell per request in flight.")
+        int,
+        number(min=1, max=_TOKENS, help="Output tokens of a cell per request in flight."),
     ] = 24,
-    least_tokens: Annotated[int, typer.Option(min=1, help="But at least so many a cell.")] = 120,
+    least_tokens: Annotated[
+        int, number(min=1, max=_TOKENS, help="But at least so many a cell.")
+    ] = 120,
     most_tokens: Annotated[
-        int, typer.Option(min=1, help="And at most so many (a GPU makes thousands a second).")
+        int,
+        number(min=1, max=_TOKENS, help="And at most so many (a GPU makes thousands a second)."),
     ] = 4096,
     time_limit: Annotated[
-        float, typer.Option(min=0.0, help="Start nothing that is not done after so many seconds.")
+        float,
+        number(min=0.0, max=1e6, help="Start nothing that is not done after so many seconds."),
     ] = 0.0,
     parallel_starts: Annotated[
-        int, typer.Option(min=1, help="Engines that start at once (those that time steps do not).")
+        int,
+        number(min=1, max=64, help="Engines that start at once (those that time steps do not)."),
     ] = 1,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Leave out a mode that fails, measure the others.")
@@ -177,34 +191,41 @@ def bench(
         bool, typer.Option("--share-engines", help="Run ours and pluginK in one engine.")
     ] = False,
     slices: Annotated[
-        float, typer.Option(min=0.0, help="Modes take turns of so many seconds within a cell.")
+        float,
+        number(min=0.0, max=1e6, help="Modes take turns of so many seconds within a cell."),
     ] = 0.0,
     outrank: Annotated[
         bool, typer.Option("--outrank", help="Engines go before all else on the machine (root).")
     ] = False,
     gate: Annotated[str, typer.Option(help="Command prefix that waits for a quiet machine.")] = "",
     gate_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Hold gates over several starts or rows, up to so long.")
+        float,
+        number(min=0.0, max=1e6, help="Hold gates over several starts or rows, up to so long."),
     ] = 0.0,
     start_gate: Annotated[str, typer.Option(help="The same, around engine starts.")] = "",
     compare: Annotated[
         list[Path] | None,
         typer.Option(help="Measure nothing: one report of these cells.jsonl files."),
     ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help='Write the report here too ("-": print it).'),
+    ] = None,
 ) -> None:
     """Measure modes side by side: throughput, latency, drafts; resumes what was interrupted."""
-    from rich.console import Console
-
     from vllm_dspark.bench.modes import BenchError
     from vllm_dspark.cli import bench as command
+    from vllm_dspark.cli.output import console_for, require_writable, write_json
     from vllm_dspark.cli.serve import INSTALL_HINT, has_vllm
     from vllm_dspark.demo.client import ServerError
     from vllm_dspark.demo.target import TargetError
-    from vllm_dspark.errors import DSparkError
+    from vllm_dspark.errors import DSparkError, InputError
 
+    console = console_for(json_file)
     try:
+        require_writable(json_file)
         if compare:
-            command.compare(compare, out, Console())
+            write_json(json_file, json.dumps(command.compare(compare, out, console), indent=1))
             return
         options = command.BenchOptions.parse(
             out=out,
@@ -227,12 +248,12 @@ def bench(
             gates=(start_gate, gate, gate_seconds),
             limits=(time_limit, parallel_starts, keep_going),
         )
-    except BenchError as error:
+    except (BenchError, InputError) as error:
         fail(str(error), EXIT_USAGE)
     if not has_vllm():
         fail(INSTALL_HINT)
     try:
-        command.run_bench(options, Console())
+        write_json(json_file, json.dumps(command.run_bench(options, console), indent=1))
     except (DSparkError, TargetError, ServerError, OSError) as error:
         fail(str(error))
 
@@ -248,8 +269,8 @@ def version(
     if as_json:
         typer.echo(json.dumps(found))
         return
-    for name, number in found.items():
-        typer.echo(f"{name} {number or 'not installed'}")
+    for name, installed in found.items():
+        typer.echo(f"{name} {installed or 'not installed'}")
 
 
 app.command(epilog=measuring.PROFILE_EXAMPLE, **measuring.FORWARDING)(measuring.profile)

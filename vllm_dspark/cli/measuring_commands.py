@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from vllm_dspark.cli.exits import EXIT_USAGE, code_of, fail
+from vllm_dspark.cli.numbers import number
 from vllm_dspark.cli.output import console_for, require_writable, write_json
 from vllm_dspark.cli.spread import RayPlace
 from vllm_dspark.errors import DSparkError
@@ -46,7 +47,8 @@ RayAddress = Annotated[
     ),
 ]
 NumReplicas = Annotated[
-    int, typer.Option("--replicas", min=0, help="Engines on the cluster; 0: as many as fit.")
+    int,
+    number("--replicas", min=0, max=4096, help="Engines on the cluster; 0: as many as fit."),
 ]
 OutputFile = Annotated[
     Path | None,
@@ -60,12 +62,14 @@ def profile(
     full: Annotated[
         bool, typer.Option("--full/--quick", help="More sizes and KV loads, twice the time.")
     ] = False,
-    repeats: Annotated[int, typer.Option(min=3, help="Samples of each kind of step.")] = 5,
+    repeats: Annotated[int, number(min=3, max=1000, help="Samples of each kind of step.")] = 5,
     max_spread: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Scatter that a settled time may have.")
+        float,
+        number(min=0.01, max=1.0, help="Scatter that a settled time may have."),
     ] = 0.15,
     time_limit: Annotated[
-        float, typer.Option(min=1.0, help="Seconds of timing before a noisy machine is refused.")
+        float,
+        number(min=1.0, max=1e6, help="Seconds of timing before a noisy machine is refused."),
     ] = 180.0,
     output: OutputFile = None,
     json_file: JsonFile = None,
@@ -120,19 +124,23 @@ def calibrate(
         str | None, typer.Option(help="Field that holds the prompt; default: a known name.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=2, help="Use this many prompts, chosen at random.")
+        int | None,
+        number(min=2, max=10_000_000, help="Use this many prompts, chosen at random."),
     ] = None,
     temperature: Annotated[
         list[float] | None,
         typer.Option(help="Sampling temperature, may be repeated; 0 is greedy. Default: 0 and 1."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 256,
+    max_tokens: Annotated[int, number(min=2, max=1_000_000, help="Tokens per answer.")] = 256,
     held_out: Annotated[
         float, typer.Option(help="Share of the prompts that judge instead of fit.")
     ] = 0.5,
-    split_seed: Annotated[int, typer.Option(min=0, help="Seed of choosing and splitting.")] = 0,
+    split_seed: Annotated[
+        int, number(min=0, max=2**32 - 1, help="Seed of choosing and splitting.")
+    ] = 0,
     min_outcomes: Annotated[
-        int, typer.Option(min=1, help="Accepted and rejected drafts that each position needs.")
+        int,
+        number(min=1, max=1_000_000, help="Accepted and rejected drafts that each position needs."),
     ] = 20,
     method: Annotated[
         str,

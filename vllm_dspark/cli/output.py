@@ -52,13 +52,10 @@ def require_writable(path: Path | None) -> None:
     """Raise InputError before minutes of work whose result could not be written."""
     if path is None or path == STDOUT:
         return
-    if path.is_dir():
-        raise InputError(f"{path} is a folder, a file name is needed")
-    parent = path.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir():
-        raise InputError(f"{path}: {parent} is no folder")
+    from vllm_dspark.artifacts.store import why_unwritable
+
+    if why := why_unwritable(path):
+        raise InputError(f"cannot write {path}: {why}")
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def _sources(files: Sequence[Path], only: Sequence[str]) -> dict[str, Source]:
             obj = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # also text that is none, and absurd nesting
             raise InputError(f"{path} is not JSON: {error}") from error
         if not isinstance(obj, dict):
             raise InputError(f"{path} holds a {type(obj).__name__}, not a JSON object")

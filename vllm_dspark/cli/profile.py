@@ -22,7 +22,7 @@ from vllm_dspark.artifacts.store import write_record
 from vllm_dspark.cli.figures import cost_figures
 from vllm_dspark.cli.output import progress, require_writable
 from vllm_dspark.cli.replicas import ProfileReplica
-from vllm_dspark.cli.spread import RayPlace, Replicas, make_replicas, one_identity
+from vllm_dspark.cli.spread import RayPlace, Replicas, make_replicas, one_identity, require_cache
 from vllm_dspark.errors import CostTableError, UntrustedError
 from vllm_dspark.planning.cost import CostTable, StepMode, StepShape, StepTiming
 from vllm_dspark.planning.measuring import Cell, CellSamples, rounds_of
@@ -90,6 +90,7 @@ def run_profile(options: ProfileOptions, console: Console) -> ProfileReport:
     console.print("starting the engine ...")
     with make_replicas(options.ray, ProfileReplica, (options.arguments,)) as replicas:
         identity = one_identity(replicas.describe())
+        require_cache(identity, options.ray)
         if identity["unused_because"]:
             console.print(
                 f"a server with these arguments will not use the table: "

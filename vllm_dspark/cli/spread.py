@@ -12,8 +12,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from vllm_dspark.cli.output import require_writable
 from vllm_dspark.errors import DSparkError, EngineError, InputError
 
 logger = logging.getLogger(__name__)
@@ -197,6 +199,12 @@ def make_replicas(place: RayPlace | None, factory: type, arguments: Sequence[Any
     if place is None:
         return LocalReplica(factory, arguments)
     return RayReplicas(place, factory, arguments)
+
+
+def require_cache(identity: Mapping[str, Any], place: RayPlace | None) -> None:
+    """Raise InputError before minutes of work that could not be kept; actors are not asked."""
+    if place is None:
+        require_writable(Path(identity["cache_dir"]) / "artifact.json")
 
 
 def one_identity(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vllm_dspark.demo.client import SpeculationCounters
@@ -127,11 +125,6 @@ class Report:
             "settings": self.settings,
             "environment": self.environment,
         }
-
-    def write(self, path: Path) -> None:
-        """Write the JSON file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_json(), indent=2) + "\n")
 
 
 HEADER = ("engine", "requests", "T", "tokens/s", "min to max", "AL", "window", "identical")

@@ -333,6 +333,20 @@ def wheel_source(wheel: Path) -> ReadSource:
     return read
 
 
+def declared_fields(path: str, name: str, read: ReadSource = installed_source) -> frozenset[str]:
+    """Names that a class's body declares with a type; empty where there is no such class.
+
+    Raises ContractError if no vLLM is installed.
+    """
+    module = _parse(read, path)
+    node = _member(module, name)
+    return frozenset(
+        child.target.id
+        for child in getattr(node, "body", ())
+        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name)
+    )
+
+
 def violations(
     read: ReadSource = installed_source, contract: tuple[Symbol, ...] = CONTRACT
 ) -> list[str]:

@@ -4,18 +4,18 @@ Kept in the engine core by the scheduler; no vLLM import, so it is tested on its
 throughout: at 256 requests an object per request would cost more than planning.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_dspark.integration.line_file import LineFile
 from vllm_dspark.integration.report import StepOrder
 
 Counts = npt.NDArray[np.integer]
@@ -354,18 +354,16 @@ class OutcomeLog:
     """Appends one JSON line per step to a file (option `record_outcomes`)."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # line by line: an engine core that is ended by a signal never gets to close it
-        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+        self._lines = LineFile(path, "record_outcomes")
         self._started = time.monotonic()
 
     def write(self, step: int, outcomes: StepOutcomes) -> None:
         """One line: step number, seconds since start, one list per request."""
         columns = (outcomes.drafted, outcomes.admitted, outcomes.verified, outcomes.accepted)
         rows = list(zip(outcomes.request_ids, *(c.tolist() for c in columns), strict=True))
-        line = {"step": step, "t": round(time.monotonic() - self._started, 6), "requests": rows}
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        seconds = round(time.monotonic() - self._started, 6)
+        self._lines.write({"step": step, "t": seconds, "requests": rows})
 
     def close(self) -> None:
-        """Flush and close; further writes fail."""
-        self._file.close()
+        """Flush and close; further lines are dropped."""
+        self._lines.close()

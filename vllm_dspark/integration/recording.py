@@ -11,14 +11,14 @@ one line per step that completed pairs. `verified` leaves out drafts behind a st
 nothing is known; `stamp` is the draft pass that made row and drafts; confidences are raw.
 """
 
-import json
 import math
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from vllm_dspark.artifacts.pairs import KIND, VERSION
+from vllm_dspark.integration.line_file import LineFile
 from vllm_dspark.integration.outcomes import StepOutcomes
 from vllm_dspark.integration.report import StepReport
 
@@ -33,15 +33,14 @@ class PairRecorder:
     """Joins rows and outcomes by (request, draft pass), whichever comes first."""
 
     def __init__(self, path: Path, num_positions: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._lines = LineFile(path, "record_confidences")
         self._started = time.monotonic()
         self._width = num_positions
         self._classes: dict[str, tuple[bool, bool]] = {}
         self._rows: OrderedDict[_Key, list[float]] = OrderedDict()
         self._outcomes: OrderedDict[_Key, tuple[int, int]] = OrderedDict()
         header = {"kind": KIND, "version": VERSION, "num_positions": num_positions}
-        self._write(header)
+        self._lines.write(header)
 
     def add_request(self, request_id: str, *, sampled: bool, untouched: bool) -> None:
         """Note a request's class before its first outcome."""
@@ -84,7 +83,7 @@ class PairRecorder:
                 waiting.popitem(last=False)
         if completed:
             t = round(time.monotonic() - self._started, 6)
-            self._write({"step": step, "t": t, "rows": completed})
+            self._lines.write({"step": step, "t": t, "rows": completed})
 
     def _complete(
         self, completed: list[list[Any]], key: _Key, row: list[float], outcome: tuple[int, int]
@@ -97,10 +96,6 @@ class PairRecorder:
         confidence = [None if math.isnan(value) else round(value, 7) for value in row]
         completed.append([name, *classes, stamp, *outcome, confidence])
 
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._file.flush()  # readers follow the file while the engine runs
-
     def close(self) -> None:
-        """Close the file; further records fail."""
-        self._file.close()
+        """Close the file; further records are dropped."""
+        self._lines.close()

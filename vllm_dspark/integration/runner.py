@@ -14,7 +14,6 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_dspark.artifacts.freshness import Resolution
 from vllm_dspark.artifacts.schema import CostTableRecord
-from vllm_dspark.artifacts.store import ArtifactStore
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.errors import CostTableError, DSparkError
 from vllm_dspark.integration.backends import reject_ops
@@ -27,7 +26,12 @@ from vllm_dspark.integration.report import StepOrder, attach_report, order_of
 from vllm_dspark.integration.reporting import StepReporter
 from vllm_dspark.integration.seeded import SeededSampling
 from vllm_dspark.integration.speculator import DSparkProposer
-from vllm_dspark.integration.startup import live_fingerprint, resolve_scheduling, settle_windows
+from vllm_dspark.integration.startup import (
+    keep_table,
+    live_fingerprint,
+    resolve_scheduling,
+    settle_windows,
+)
 from vllm_dspark.planning.cost import CostTable, StepMode
 from vllm_dspark.planning.plan import PlanKind
 
@@ -160,8 +164,7 @@ class DSparkRunnerMixin(SeededSampling):
             return
         record = CostTableRecord.from_table(table, live_fingerprint(self.vllm_config))
         self.dspark_reporter.cost_table = record.model_dump_json()
-        path = ArtifactStore(self.dspark_options.resolved_cache_dir()).save(record)
-        logger.info("vllm-dspark: cost table measured and kept in %s", path)
+        keep_table(record, self.dspark_options.resolved_cache_dir())
 
     def profile_costs(self) -> CostTable:
         """Measured step times of this engine; raises CostTableError if they cannot be trusted."""

@@ -79,6 +79,8 @@ class DSparkSchedulerMixin:
             logger.info("vllm-dspark: full windows: %s", resolution.off_reason)
         else:
             logger.info("vllm-dspark: windows are set on the %s: %s", mode, why)
+            found = "; ".join(resolution.used) or "no cost table or calibration yet"
+            logger.info("vllm-dspark: found %s", found)
         full_width = narrow_refusal(vllm_config, options)
         if full_width and not resolution.off_reason:
             logger.info("vllm-dspark: draft passes keep full width: %s", full_width)

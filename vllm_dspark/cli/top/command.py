@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.live import Live
@@ -10,17 +11,36 @@ from rich.live import Live
 from vllm_dspark.cli.top.figures import EngineFigures, figures_of
 from vllm_dspark.cli.top.scrape import Snapshot, changes, fetch, parse
 from vllm_dspark.cli.top.view import render
-from vllm_dspark.errors import ScrapeError
+from vllm_dspark.errors import InputError, ScrapeError
 
 Read = Callable[[str], str]
 Sleep = Callable[[float], None]
 
 
 def metrics_url(server: str) -> str:
-    """`localhost:8000`, `http://host:8000` or the address of a metrics page."""
+    """`localhost:8000`, `http://host:8000` or the address of a metrics page; raises InputError."""
     url = server if "://" in server else f"http://{server}"
+    try:
+        parts = urlsplit(url)
+        legal = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is none, half an IPv6 address
+        legal = False
+    if not legal or any(c.isspace() for c in server):
+        raise InputError(
+            f"{server!r} is no address of a server; write HOST:PORT or http://HOST:PORT"
+        )
     base = url.rstrip("/")
     return base if base.endswith("/metrics") else f"{base}/metrics"
+
+
+def plugin_absent(url: str, engines: Sequence[EngineFigures]) -> str:
+    """What to say where no engine publishes metrics of the plugin; empty where one does."""
+    if any(engine.scheduling is not None for engine in engines):
+        return ""
+    return (
+        f"{url} has vLLM's metrics, but no vllm:dspark_* ones: the plugin is absent or off, or its "
+        'metrics are ("metrics": false); the log of the server says which'
+    )
 
 
 def read_once(
