@@ -165,9 +165,15 @@ def test_min_p(dtype: torch.dtype) -> None:
     compare("sample.min_p._min_p_kernel", (4,), arguments)
 
 
+@pytest.mark.parametrize("drafts", [(3, 3), (-1, 3), (3, 5000)], ids=["tokens", "none", "beyond"])
 @pytest.mark.parametrize("vocab", [33, 320])
-def test_penalties_count_prompt_output_and_earlier_drafts(vocab: int) -> None:
-    """Rows 1..3 are one window: row 3 must see the drafts of rows 1 and 2 as output."""
+def test_penalties_count_prompt_output_and_earlier_drafts(
+    vocab: int, drafts: tuple[int, int]
+) -> None:
+    """Rows 1..3 are one window: row 3 must see the drafts of rows 1 and 2 as output.
+
+    Slots without a draft hold -1: the soak with seed 3 ended the engine there.
+    """
     generator = torch.Generator().manual_seed(vocab)
     counts = torch.randint(0, 3, (STATES, vocab), generator=generator, dtype=torch.int32)
     words = -(-vocab // 32)
@@ -176,7 +182,7 @@ def test_penalties_count_prompt_output_and_earlier_drafts(vocab: int) -> None:
         "logits_ptr": spoiled(logits_rows(6, vocab, torch.float32)),
         "logits_stride": vocab,
         "expanded_idx_mapping_ptr": ints(0, 3, 3, 3, 1, 4, dtype=torch.int64),
-        "token_ids_ptr": ints(1, 2, 3, 3, 5, 6),
+        "token_ids_ptr": ints(1, 2, *drafts, 5, 6),
         "expanded_local_pos_ptr": ints(0, 0, 1, 2, 0, 0),
         "repetition_penalty_ptr": torch.tensor([1.0, 1.3, 1.0, 0.8, 1.0]),
         "frequency_penalty_ptr": torch.tensor([0.0, 0.5, 0.0, -0.25, 0.0]),

@@ -12,21 +12,30 @@ def rms(x, eps, weight=None):
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def rope(x, positions, theta):
-    """Halves rotate against each other; x: [n, heads, d]."""
+def rope(x, positions, frequency, scale=1.0):
+    """Halves rotate against each other; x: [n, heads, d], frequency: [d / 2] radians a token.
+
+    scale: factor on queries and keys (YaRN's).
+    """
     half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = positions[:, None].double() * frequency
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    cos, sin = scale * angle.cos()[:, None], scale * angle.sin()[:, None]
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 class ReferenceDrafter:
-    """tensors: the checkpoint's, target's embedding and head filled in where they are shared."""
+    """tensors: the checkpoint's, target's embedding and head filled in where they are shared.
 
-    def __init__(self, spec, tensors, *, theta, eps, gemma=False):
-        self.spec, self.theta, self.eps, self.gemma = spec, theta, eps, gemma
+    frequency, rope_scale: of rotary embeddings that are not plain powers of theta.
+    """
+
+    def __init__(self, spec, tensors, *, theta, eps, gemma=False, frequency=None, rope_scale=1.0):
+        self.spec, self.eps, self.gemma = spec, eps, gemma
+        half = spec.head_dim // 2
+        plain = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        self.frequency = plain if frequency is None else frequency.double()
+        self.rope_scale = rope_scale
         self.w = {name: t.double() for name, t in tensors.items() if name != "d2t"}
         self.d2t = tensors.get("d2t")
 
@@ -83,7 +92,8 @@ class ReferenceDrafter:
         before = len(context)
 
         def heads(states, name, count):
-            return (states @ w[f"{p}{name}.weight"].T).view(len(states), count, spec.head_dim)
+            flat = states @ w[f"{p}{name}.weight"].T + w.get(f"{p}{name}.bias", 0.0)
+            return flat.view(len(states), count, spec.head_dim)
 
         everything = torch.cat([context, x])
         query = rms(heads(x, "q_proj", spec.num_heads), self.eps, w[f"{p}q_norm.weight"])
@@ -94,14 +104,15 @@ class ReferenceDrafter:
         else:
             value = heads(everything, "v_proj", spec.num_kv_heads)
             value = rms(value, self.eps) if self.gemma else value
-        query, key = rope(query, places[before:], self.theta), rope(key, places, self.theta)
+        query = rope(query, places[before:], self.frequency, self.rope_scale)
+        key = rope(key, places, self.frequency, self.rope_scale)
         groups = spec.num_heads // spec.num_kv_heads
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
         scale = 1.0 if self.gemma else spec.head_dim**-0.5
         scores = torch.einsum("qhd,khd->hqk", query, key) * scale
         scores = scores.masked_fill(~self.visible(index, before, len(x)), float("-inf"))
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
-        return mixed.flatten(1) @ w[f"{p}o_proj.weight"].T
+        return mixed.flatten(1) @ w[f"{p}o_proj.weight"].T + w.get(f"{p}o_proj.bias", 0.0)
 
     def visible(self, index, before, queries):
         """[Q, T + Q] what each query of a block may see in this layer."""

@@ -1,24 +1,30 @@
 """Many requests of random lengths and parameters, aborts and bursts on a tiny KV cache.
 
     python -m tests.formats.soak --requests 2000 --blocks 6
+    python -m tests.formats.soak --requests 2000 --blocks 6 --control
+    python -m tests.formats.soak --requests 2000 --blocks 6 --kernels-kept 64
 
 Starts two engines one after the other: one without speculation and with room, which says what each
 greedy request of a pool has to answer, then the one under test. Prints a JSON report and exits
-with 1 when anything leaked, stuck or came out wrong.
+with 1 when anything leaked, stuck or came out wrong. `--control` runs the same requests without
+speculation (vLLM's own V2 runner), which says how much memory is vLLM's. `--kernels-kept` lowers the
+1024 matrix products that oneDNN keeps compiled, one for every number of rows of every shape of
+weights: nearly all that a process grows by is theirs.
 """
 
 import argparse
-import gc
 import json
+import os
 import random
-import resource
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.formats.memory import Sample, grown, objects_by_type, sample, trim
 from tests.support.engines import dspark, engine, runner_of, scheduler_of
 from tests.support.pairs import Pair, PairSpec, build_pair
 
@@ -75,7 +81,11 @@ class Report:
     steps: int = 0
     seconds: float = 0.0
     accepted_per_position: list[int] = field(default_factory=list)
-    memory_mb: list[float] = field(default_factory=list)
+    memory: list[Sample] = field(default_factory=list)
+    # types of which the last quarter made more objects than there were
+    grown: dict[str, int] = field(default_factory=dict)
+    # resident MiB before and after malloc gave back what it kept free, at the end
+    trimmed: tuple[float, float] = (0.0, 0.0)
     series: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -117,8 +127,12 @@ def solve(pair: Pair, pool: list[Request], length: int) -> None:
 class Soak:
     """Drives one engine step by step."""
 
-    def __init__(self, llm: Any, pool: list[Request], count: int, seed: int) -> None:
-        self.llm, self.pool, self.count = llm, pool, count
+    def __init__(
+        self, llm: Any, pool: list[Request], count: int, seed: int, speculative: bool = True
+    ) -> None:
+        self.llm, self.pool, self.count, self.speculative = llm, pool, count, speculative
+        self.objects: list[tuple[int, Counter[str]]] = []
+        self.verbose = False
         self.rng = random.Random(seed)
         self.report = Report(requests=count)
         self.live: dict[str, Request] = {}
@@ -202,17 +216,20 @@ class Soak:
         for _ in range(2):  # finished ids travel with the next steps
             self.llm.llm_engine.step()
         scheduler, runner = scheduler_of(self.llm), runner_of(self.llm)
-        owners = runner.dspark_reporter.owners
         left = {
             "blocks": self.total_blocks - self._free_blocks(),
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "requests of the scheduler": len(scheduler.requests),
             "slots of the worker": len(runner.req_states.req_id_to_index),
-            "slots of the request table": len(scheduler.conductor.table._slot_of),
-            "generations of the core": len(scheduler.conductor._generation),
-            "owners of the worker": len(owners._owner) + len(owners._generation),
         }
+        if self.speculative:
+            owners = runner.dspark_reporter.owners
+            left |= {
+                "slots of the request table": len(scheduler.conductor.table._slot_of),
+                "generations of the core": len(scheduler.conductor._generation),
+                "owners of the worker": len(owners._owner) + len(owners._generation),
+            }
         leaks = {name: count for name, count in left.items() if count}
         # Finished requests reach the worker with the next scheduled step only.
         lagging = ("slots", "owners", "generations")
@@ -220,22 +237,30 @@ class Soak:
         leaks = {n: c for n, c in leaks.items() if not n.startswith(lagging) or c > most}
         if leaks:
             self.report.problems.append(f"left behind after {self.report.steps} steps: {leaks}")
-        gc.collect()
-        self.report.memory_mb.append(memory_mb())
+        self.report.memory.append(sample())
+        if self.verbose:
+            print(self.started, self.report.memory[-1], file=sys.stderr, flush=True)
+        late = self.started >= self.count * 3 // 4
+        if late and (not self.objects or self.started >= self.count):
+            self.objects.append((self.started, objects_by_type()))
         self.report.series.append(len(list(self.llm.get_metrics())))
 
     def _finish(self) -> None:
         report = self.report
         metrics = {m.name: m for m in self.llm.get_metrics()}
         report.preemptions = float(metrics["vllm:num_preemptions"].value)
-        totals = scheduler_of(self.llm).dspark_totals
-        report.accepted_per_position = totals.accepted.tolist()
-        if not report.accepted_per_position[0]:
-            report.problems.append("no draft was accepted: nothing was speculated")
-        self._one_more()
+        if self.speculative:
+            totals = scheduler_of(self.llm).dspark_totals
+            report.accepted_per_position = totals.accepted.tolist()
+            if not report.accepted_per_position[0]:
+                report.problems.append("no draft was accepted: nothing was speculated")
+            self._one_more()
+        report.grown = grown(self.objects[0][1], self.objects[-1][1])
+        before = sample().resident
+        report.trimmed = (before, trim())
         if len(set(report.series[1:])) > 1:
             report.problems.append(f"metric series grew: {sorted(set(report.series))}")
-        settled = report.memory_mb[len(report.memory_mb) // 2 :]
+        settled = [s.resident for s in report.memory[len(report.memory) // 2 :]]
         if len(settled) > 8 and settled[-1] - settled[0] > MEMORY_NOISE_MB:
             report.problems.append(f"memory grew from {settled[0]} to {settled[-1]} MB")
 
@@ -257,25 +282,32 @@ class Soak:
             self.report.problems.append(f"remembered for ever: {old[:10]} ({len(old)})")
 
 
-def memory_mb() -> float:
-    """Resident size of this process now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return round(pages * resource.getpagesize() / 2**20, 1)
+def soak(
+    folder: Path,
+    count: int,
+    blocks: int,
+    seed: int = 1,
+    pool_size: int = 36,
+    control: bool = False,
+    verbose: bool = False,
+) -> Report:
+    """Build a pair, find the answers, and run `count` requests with `blocks` cache blocks.
 
-
-def soak(folder: Path, count: int, blocks: int, seed: int = 1, pool_size: int = 36) -> Report:
-    """Build a pair, find the answers, and run `count` requests with `blocks` cache blocks."""
+    control: without speculation; verbose: memory at every drain on stderr.
+    """
     pair = build_pair(folder, SPEC)
     length = BLOCK * (blocks - 2)
     pool = make_pool(random.Random(seed), pool_size, length)
     solve(pair, pool, length)
     options = {"test_windows": "random", "test_windows_seed": seed}
-    speculative = dspark(pair.drafter, options, num_speculative_tokens=7)
+    speculative = None if control else dspark(pair.drafter, options, num_speculative_tokens=7)
     with engine(
         pair.target, speculative, max_model_len=length, block_size=BLOCK,
-        num_gpu_blocks_override=blocks, max_num_seqs=6, max_num_batched_tokens=256,
+        num_gpu_blocks_override=blocks, max_num_seqs=6, max_num_batched_tokens=256, v2=control,
     ) as llm:  # fmt: skip
-        return Soak(llm, pool, count, seed).run()
+        run = Soak(llm, pool, count, seed, speculative=not control)
+        run.verbose = verbose
+        return run.run()
 
 
 def main() -> int:
@@ -283,13 +315,20 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--control", action="store_true", help="without speculation")
+    parser.add_argument("--kernels-kept", type=int, help="oneDNN's primitive cache")
     given = parser.parse_args()
+    if given.kernels_kept is not None:  # read at the first product
+        os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = str(given.kernels_kept)
     with tempfile.TemporaryDirectory() as folder:
-        report = soak(Path(folder), given.requests, given.blocks, given.seed)
+        report = soak(
+            Path(folder), given.requests, given.blocks, given.seed,
+            control=given.control, verbose=True,
+        )  # fmt: skip
     shown = {**vars(report)}
-    memory = shown.pop("memory_mb")
+    memory = [s.shown() for s in shown.pop("memory")]
     eighths = [memory[i * (len(memory) - 1) // 8] for i in range(9)]
-    shown["memory_mb"] = {"samples": len(memory), "eighths": eighths, "most": max(memory)}
+    shown["memory_mb"] = {"samples": len(memory), "eighths": eighths}
     shown["series"] = sorted(set(report.series))
     print(json.dumps(shown, indent=1))
     return 1 if report.problems else 0

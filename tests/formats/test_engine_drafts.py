@@ -44,6 +44,9 @@ GEMMA4 = {
     },
 }
 
+# ids of a drafter that knows more tokens than its target, some past vLLM's padding too
+BEYOND = 3 * V
+
 
 @dataclass(frozen=True)
 class Case:
@@ -78,6 +81,38 @@ CASES = {
     "speculators, window both ways, anchor first": Case(
         {**SPECULATORS, "sliding_window_non_causal": True, "sample_from_anchor": True}
     ),
+    "speculators, reduced vocabulary, rnn": Case(
+        {**SPECULATORS, "markov_head_type": "rnn"}, width=4
+    ),
+    "deepspec, rank 0 and gated, attention bias, llama3 positions": Case(
+        {
+            **DEEPSPEC,
+            "markov_rank": 0,
+            "markov_head_type": "gated",
+            "confidence_head_with_markov": False,
+            "attention_bias": True,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        }
+    ),
+    "deepspec, more ids than the target has, YaRN positions": Case(
+        {
+            **DEEPSPEC,
+            "vocab_size": BEYOND,
+            "mask_token_id": BEYOND - 1,
+            "max_position_embeddings": 128,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        }
+    ),
     "gemma4, values are keys": Case({**GEMMA4, "attention_k_eq_v": True}, family="gemma4_text"),
     "gemma4, values of their own, no confidence": Case(
         without_confidence({**GEMMA4, "attention_k_eq_v": False}), family="gemma4_text"
@@ -110,8 +145,27 @@ def reference_of(case: Case, spec: Any, tensors: dict, model: ReferenceTarget) -
     if spec.tied:
         shared["lm_head.weight"] = tensors["embed_tokens.weight"]
     filled = {**shared, **tensors}
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        if name in filled:
+            filled[name] = filled[name][:V]
     gemma = case.family == "gemma4_text"
-    return ReferenceDrafter(spec, filled, theta=10000.0, eps=1e-5, gemma=gemma)
+    frequency, scale = rotary(case.config)
+    return ReferenceDrafter(
+        spec, filled, theta=10000.0, eps=1e-5, gemma=gemma, frequency=frequency, rope_scale=scale
+    )
+
+
+def rotary(config: dict) -> tuple[Any, float]:
+    """Radians a token and scale of a scaled rotary table, by transformers."""
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = config.get("rope_scaling")
+    if scaling is None:
+        return None, 1.0
+    layers = {**LAYERS, "max_position_embeddings": config["max_position_embeddings"]}
+    made = Qwen3Config(**layers, rope_parameters={**scaling, "rope_theta": 10000.0})
+    return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](made, "cpu")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -64,6 +64,11 @@ def test_layer_kinds_are_known():
         spec_of(layer_types=["linear_attention", "full_attention"])
 
 
+def test_rotary_embeddings_turn_pairs():
+    with pytest.raises(DrafterError, match="head_dim = 5 is odd"):
+        spec_of(head_dim=5)
+
+
 def test_vocabularies():
     assert speculators(draft_vocab_size=20).draft_vocab_size == 20
     assert speculators({"vocab_size": 60}, draft_vocab_size=50).vocab_size == 60

@@ -158,6 +158,54 @@ def test_broken_files(tmp_path):
         read_inventory(tmp_path)
 
 
+def test_files_beside_the_weights_count(tmp_path):
+    """vLLM reads every file of a folder without an index, and of a tensor in two the last one."""
+    tensors = random_tensors(spec_of())
+    checked(tmp_path, tensors)
+    write_safetensors(tmp_path / "old.safetensors", {"fc.weight": tensors["fc.weight"]})
+    with pytest.raises(DrafterError, match=r"fc\.weight is in model\.safetensors and in old\."):
+        read_inventory(tmp_path)
+    write_safetensors(tmp_path / "old.safetensors", {"adapter": torch.zeros(1)})
+    with pytest.raises(DrafterError, match="unexpected: adapter"):
+        checked(tmp_path, tensors)
+    (tmp_path / "old.safetensors").unlink()
+    checked(tmp_path, tensors, shards=2)
+    with pytest.raises(DrafterError, match=r"is in model-0000[12]"):
+        _twice(tmp_path)
+
+
+def _twice(folder):
+    """A shard that is in the index under a second name too."""
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    shard = next(iter(weight_map.values()))
+    (folder / "model-00003-of-00002.safetensors").write_bytes((folder / shard).read_bytes())
+    weight_map["more"] = "model-00003-of-00002.safetensors"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    read_inventory(folder)
+
+
+def test_linked_shards(tmp_path):
+    """The hub's cache is made of links; a broken one is an error that names it."""
+    checked(tmp_path, random_tensors(spec_of()), shards=2)
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    (tmp_path / "blob").write_bytes(shard.read_bytes())
+    shard.unlink()
+    shard.symlink_to(tmp_path / "blob")
+    assert "fc.weight" in read_inventory(tmp_path)
+    (tmp_path / "blob").unlink()
+    with pytest.raises(DrafterError, match=f"{shard.name} does not exist"):
+        read_inventory(tmp_path)
+
+
+def test_more_ids_than_the_target_has():
+    """Rows of ids that the target lacks (a row for the mask, padding) are never drafted."""
+    wide = spec_of(vocab_size=60, mask_token_id=55)
+    wide.check_target(TARGET)
+    assert wide.limited_to(50).draft_vocab_size == 50 and wide.limited_to(50).vocab_size == 60
+    assert wide.limited_to(60) is wide and spec_of().limited_to(64) == spec_of()
+
+
 def test_heads_share_memory_with_a_loaded_model():
     spec = spec_of()
     tensors = {name: t.float() for name, t in random_tensors(spec).items()}
@@ -187,3 +235,21 @@ def test_d2t_must_be_offsets_of_distinct_ids():
     twice = {**tensors, "d2t": -torch.arange(20)}
     with pytest.raises(DrafterError, match="two draft ids to one target id"):
         head_from_tensors(spec, twice, "cpu", torch.float32, 50)
+
+
+def test_d2t_stays_within_the_target():
+    """Catches ids that the drafter knows and the target does not: it has no row to verify them."""
+    layers = {**SPECULATORS["transformer_layer_config"], "vocab_size": 60}
+    spec = spec_of(SPECULATORS, transformer_layer_config=layers)
+    tensors = random_tensors(spec)
+    tensors["d2t"] = torch.arange(20) + 21  # 21, 23, ... 59
+    head_from_tensors(spec, tensors, "cpu", torch.float32, 60)
+    with pytest.raises(DrafterError, match=r"to 21\.\.59, outside the vocabulary of 50"):
+        head_from_tensors(spec, tensors, "cpu", torch.float32, 50)
+    whole = spec_of(SPECULATORS, transformer_layer_config=layers, draft_vocab_size=50)
+    tensors = random_tensors(whole)
+    tensors["d2t"] = torch.ones(50, dtype=torch.int64)
+    with pytest.raises(DrafterError, match="only a reduced draft vocabulary is mapped"):
+        head_from_tensors(whole, tensors, "cpu", torch.float32, 50)
+    tensors["d2t"] = torch.zeros(50, dtype=torch.int64)
+    assert head_from_tensors(whole, tensors, "cpu", torch.float32, 50).d2t is None

@@ -50,8 +50,10 @@ def penalties(
         first = row - int(local_pos[row])
         drafts = token_ids[first + 1 : row + 1]
         counts = array(output_bin_counts_ptr[state])[:vocab_size]
+        # vLLM marks slots that hold no draft with -1 (a step that begins inside the prefill)
+        drafts = drafts[(drafts >= 0) & (drafts < vocab_size)]
         if drafts.shape[0]:
-            counts = counts + np.bincount(drafts, minlength=vocab_size)[:vocab_size]
+            counts = counts + np.bincount(drafts, minlength=vocab_size)
         touched = counts > 0
         if scale != 1.0:
             touched |= _prompt_tokens(array(prompt_bin_mask_ptr[state]), vocab_size)

@@ -132,8 +132,10 @@ class DSparkProposer(StockSpeculator):
 
     @property
     def _draft_vocab(self) -> int:
+        """Ids that can be drafted; a drafter may know more than the target."""
         config = self.draft_model_config.hf_config
-        return int(getattr(config, "draft_vocab_size", None) or config.vocab_size)
+        known = int(getattr(config, "draft_vocab_size", None) or config.vocab_size)
+        return min(known, self.vocab_size)
 
     def _use_head(self, head: DraftHead) -> None:
         """Draft with this head from now on."""

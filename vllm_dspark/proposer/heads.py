@@ -60,13 +60,20 @@ def head_from_tensors(
             bias=take("confidence_head.proj.bias", torch.float32).view(()) if has_bias else None,
             with_markov=spec.confidence_with_markov,
         )
-    d2t = take("d2t", torch.int64) if spec.draft_vocab_size < target_vocab else None
+    d2t = None
+    if spec.draft_vocab_size < target_vocab:
+        d2t = take("d2t", torch.int64)
+    elif "d2t" in tensors and bool(tensors["d2t"].any()):
+        raise DrafterError(
+            f"{spec.file}: d2t moves draft ids although the drafter predicts as many as the target "
+            f"has ({target_vocab}): only a reduced draft vocabulary is mapped"
+        )
     head = DraftHead(markov, confidence, d2t, spec.soft_cap, spec.logit_scale)
-    _check_shapes(spec, head)
+    _check_shapes(spec, head, min(spec.vocab_size, target_vocab))
     return head
 
 
-def _check_shapes(spec: DrafterSpec, head: DraftHead) -> None:
+def _check_shapes(spec: DrafterSpec, head: DraftHead, vocabulary: int) -> None:
     """A module may have padded its weights; the operations index them unpadded."""
     r, h = spec.markov_rank, spec.hidden_size
     expected: list[tuple[str, torch.Tensor | None, tuple[int, ...]]] = []
@@ -86,10 +93,10 @@ def _check_shapes(spec: DrafterSpec, head: DraftHead) -> None:
     if head.d2t is not None:
         expected.append(("d2t", head.d2t, (spec.draft_vocab_size,)))
         ids = torch.arange(spec.draft_vocab_size, device=head.d2t.device) + head.d2t
-        if bool((ids < 0).any()) or bool((ids >= spec.vocab_size).any()):
+        if bool((ids < 0).any()) or bool((ids >= vocabulary).any()):
             raise DrafterError(
                 f"{spec.file}: d2t maps draft ids to {int(ids.min())}..{int(ids.max())}, outside "
-                f"the vocabulary of {spec.vocab_size}: d2t must hold offsets, target = id + d2t[id]"
+                f"the vocabulary of {vocabulary}: d2t must hold offsets, target = id + d2t[id]"
             )
         if len(torch.unique(ids)) != len(ids):
             raise DrafterError(

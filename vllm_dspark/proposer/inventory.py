@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from vllm_dspark.errors import DrafterError
 from vllm_dspark.proposer.keys import read_json
@@ -60,12 +61,17 @@ class StoredTensor:
 
 
 def read_inventory(folder: str | Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint folder, from a single file or the shards of an index."""
+    """Every tensor of a checkpoint folder, from the shards of an index or, without one, all files.
+
+    Without an index vLLM's loader reads every .safetensors file there is, and of a tensor in two
+    of them the last one: what somebody left beside `model.safetensors` counts.
+    """
     folder = Path(folder)
     if (folder / INDEX).is_file():
         return _read_shards(folder)
     if (folder / SINGLE).is_file():
-        return _read_header(folder / SINGLE)
+        found = sorted(path.name for path in folder.glob("*.safetensors"))
+        return _merged(folder, found, f"{folder} has no {INDEX}, so every file in it counts")
     raise DrafterError(
         f"{folder} holds neither {SINGLE} nor {INDEX}: give a safetensors checkpoint "
         "(convert a pytorch_model.bin first)"
@@ -77,25 +83,33 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(index, "a checkpoint").get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(s, str) for s in weight_map.values()):
         raise DrafterError(f"{index}: 'weight_map' must map tensor names to files: fetch it again")
-    inventory: dict[str, StoredTensor] = {}
-    for shard in sorted(set(weight_map.values())):
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
         if shard != Path(shard).name or not shard.endswith(".safetensors"):
             raise DrafterError(
                 f"{index} names the shard {shard!r}: shards are .safetensors files beside the index"
             )
-        for name, tensor in _read_header(folder / shard).items():
-            if name in inventory:
-                raise DrafterError(
-                    f"{index}: {name} is in {inventory[name].file.name} and in {shard}: delete the "
-                    "shards that are left over from another export"
-                )
-            inventory[name] = tensor
+    inventory = _merged(folder, shards, str(index))
     absent = [name for name in weight_map if name not in inventory]
     if absent:
         raise DrafterError(
             f"{index} lists tensors that its shards lack: {listed(absent)}: "
             "fetch the checkpoint again"
         )
+    return inventory
+
+
+def _merged(folder: Path, files: list[str], where: str) -> dict[str, StoredTensor]:
+    """The tensors of several files; one in two of them is an error."""
+    inventory: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in _read_header(folder / file).items():
+            if name in inventory:
+                raise DrafterError(
+                    f"{where}: {name} is in {inventory[name].file.name} and in {file}: delete the "
+                    "files that are left over from another export"
+                )
+            inventory[name] = tensor
     return inventory
 
 
@@ -119,11 +133,24 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             ) from error
     if not isinstance(header, dict):
         raise DrafterError(f"{file}: the header must be a JSON object: fetch the file again")
-    return {
+    tensors = {
         name: _entry(file, name, entry, 8 + length, size)
         for name, entry in header.items()
         if name != "__metadata__"
     }
+    _check_by_library(file)
+    return tensors
+
+
+def _check_by_library(file: Path) -> None:
+    """What safetensors' own reader refuses (gaps, overlaps, metadata) must not wait for vLLM."""
+    try:
+        with safe_open(str(file), framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise DrafterError(f"{file}: safetensors refuses it ({error}): fetch the file again") from (
+            error
+        )
 
 
 def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:

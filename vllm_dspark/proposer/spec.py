@@ -15,7 +15,7 @@ DeepSeek-V4 checkpoint are in embedded.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,6 +116,16 @@ class DrafterSpec:
     @property
     def confidence_width(self) -> int:
         return self.hidden_size + (self.markov_rank if self.confidence_with_markov else 0)
+
+    def limited_to(self, target_vocab: int) -> "DrafterSpec":
+        """As it drafts for a target of this vocabulary: ids the target lacks are never drafted.
+
+        Drafters padded, or extended by a row for the mask, may predict more ids than there are;
+        the target has neither an embedding nor a logit for those.
+        """
+        if self.draft_vocab_size <= target_vocab:
+            return self
+        return replace(self, draft_vocab_size=target_vocab)
 
     def check_width(self, num_drafts: int) -> None:
         """Refuse a K that the block cannot serve."""
@@ -343,4 +353,9 @@ def _validate(spec: DrafterSpec) -> None:
         raise DrafterError(
             f"{spec.file}: num_attention_heads = {spec.num_heads} is no multiple of "
             f"num_key_value_heads = {spec.num_kv_heads}"
+        )
+    if spec.head_dim % 2:
+        raise DrafterError(
+            f"{spec.file}: head_dim = {spec.head_dim} is odd, and rotary embeddings turn pairs: "
+            "it is not what the drafter was trained with"
         )

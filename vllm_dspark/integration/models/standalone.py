@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
+from vllm_dspark.errors import DrafterError
 from vllm_dspark.integration.checkpoints import local_folder
 from vllm_dspark.integration.models.quantised import StoredQuantization, plain_layers
 from vllm_dspark.kernels.protocols import DraftHead
@@ -39,12 +40,17 @@ class StandaloneDrafter(DFlashQwen3ForCausalLM):
         if vllm_config.quant_config is not None:
             # vLLM made this VllmConfig, and the quantisation in it, for the drafter alone.
             vllm_config.quant_config = self._stored_quantization(vllm_config, spec)
+        target = target_shape(vllm_config.model_config)
+        limited = spec.limited_to(target.vocab_size)
+        if limited is not spec:  # vLLM sizes its lm_head by this
+            draft.hf_config.draft_vocab_size = limited.draft_vocab_size
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.spec = spec
+        self._limited = limited
+        self.target_shape = target
         # `draft_head` scales base logits and bias together and caps the base logits alone.
         self.logits_processor.scale = 1.0
         self.logits_processor.soft_cap = None
-        self.target_shape = target_shape(vllm_config.model_config)
 
     def _stored_quantization(self, vllm_config: VllmConfig, spec: DrafterSpec) -> Any:
         draft = vllm_config.speculative_config.draft_model_config
@@ -66,8 +72,17 @@ class StandaloneDrafter(DFlashQwen3ForCausalLM):
         Checked here once more because not every checkpoint is at hand when the config is built,
         and because what counts is what the loader hands over.
         """
-        tensors = {name: tensor for name, tensor in weights if name not in IGNORED}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in weights:
+            if name in tensors:
+                raise DrafterError(
+                    f"{self.spec.file}: the loader found {name} in two files: delete the one that "
+                    "is left over from another export"
+                )
+            if name not in IGNORED:
+                tensors[name] = tensor
         check_tensors(_inventory(tensors), self.spec, self.target_shape, self.spec.file)
+        self._limit_vocabulary(tensors)
         backbone: dict[str, torch.Tensor] = {}
         head: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -80,16 +95,22 @@ class StandaloneDrafter(DFlashQwen3ForCausalLM):
         embedding = backbone.get("model.embed_tokens.weight")
         own_head = any(name.startswith("lm_head.") for name in backbone)
         if self.spec.tied and not own_head and embedding is not None:
-            backbone["lm_head.weight"] = embedding
+            backbone["lm_head.weight"] = embedding[: self._limited.draft_vocab_size]
             own_head = True
         self.has_own_lm_head = own_head
         self.has_own_embed_tokens = embedding is not None
         self._load_backbone(backbone)
         norm = self.model.norm.weight
         self.draft_head = head_from_tensors(
-            self.spec, head, norm.device, norm.dtype, self.target_shape.vocab_size
+            self._limited, head, norm.device, norm.dtype, self.target_shape.vocab_size
         )
         self.model._build_fused_kv_buffers()
+
+    def _limit_vocabulary(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Leave out the rows of ids that the target does not know."""
+        for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+            if name in tensors:
+                tensors[name] = tensors[name][: self._limited.draft_vocab_size]
 
     def _load_backbone(self, tensors: dict[str, torch.Tensor]) -> None:
         # Absent embeddings and lm_head are shared from the target after loading; the other two
