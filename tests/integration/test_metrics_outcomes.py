@@ -16,7 +16,7 @@ from vllm_dspark.integration.outcomes import (
     reach,
     token_counts,
 )
-from vllm_dspark.integration.report import StepOrder
+from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
 
 K = 4
 
@@ -28,7 +28,7 @@ def pending(rows, invalid=None):
     output = SimpleNamespace(
         scheduled_spec_decode_tokens=scheduled, num_invalid_spec_tokens=invalid
     )
-    ran = SimpleNamespace(sampled_token_ids=list(lists.values()))
+    ran = SimpleNamespace(sampled_token_ids=list(lists.values()), req_ids=list(lists))
     drafted = {name: n for name, (n, _, _) in rows.items()}
     order = StepOrder.of(7, None, drafted, 6)
     return taken(output, ran, order, list(lists)), lists
@@ -41,6 +41,11 @@ def taken(output, ran, order, batch):
     places = where.places(order.request_ids, batch, index)
     counts = token_counts(ran)
     return PendingOutcomes(output, ran, order, StepReach(K), counts, places, where.complete)
+
+
+def let_through(counts):
+    """counts: drafts by request that the worker let through."""
+    return AdmittedDrafts(list(counts), np.array(list(counts.values()), dtype=np.int32))
 
 
 def cut(tokens, length):
@@ -123,6 +128,20 @@ class TestPending:
         assert outcomes.sampled.tolist() == [2, 3]
         assert outcomes.accepted.tolist() == [1, 2]
 
+    @pytest.mark.parametrize("reported", ["cxa", "acx", "xc"])
+    def test_windows_of_the_device_go_to_their_requests(self, reported):
+        """Catches windows taken in the order of the scheduler, or of a worker that names others."""
+        order = StepOrder.of(7, None, dict.fromkeys("ac", 4), 6)
+        output = SimpleNamespace(
+            scheduled_spec_decode_tokens={"a": [0] * 4, "c": [0] * 4}, num_invalid_spec_tokens=None
+        )
+        ran = SimpleNamespace(sampled_token_ids=[[1, 1], [2], [3, 3, 3]], req_ids=list("cxa"))
+        counts = {"a": 3, "c": 1, "x": 0}
+        given = let_through({name: counts[name] for name in reported})
+        outcomes = taken(output, ran, order, list("cxa")).finish(None, given)
+        assert outcomes.admitted.tolist() == [3 if "a" in reported else 4, 1]
+        assert outcomes.accepted.tolist() == [2, 1]
+
     def test_a_step_without_stops_counts_alike_either_way(self):
         """Catches a short cut (one histogram of pairs) that counts something else."""
         rng = np.random.default_rng(1)
@@ -132,7 +151,7 @@ class TestPending:
                 f"r{i}": (K, int(n), int(rng.integers(0, n + 1)) + 1) for i, n in enumerate(drafts)
             }
             on_device = {name: int(rng.integers(t - 1, n + 1)) for name, (_, n, t) in rows.items()}
-            for given in (None, on_device):
+            for given in (None, let_through(on_device)):
                 short = pending(rows)[0].finish(None, given, stopped=False)
                 judged = np.minimum(short.verified, short.accepted + 1)
                 columns = (short.drafted, short.admitted, short.verified, judged, short.accepted)
@@ -235,7 +254,7 @@ class TestCorrections:
                 metrics[name].observe(scheduled, sampled - 1, detailed=True)
         for name, length in cuts.items():
             cut(lists[name], length)
-        corrections.apply(found.finish(None, on_device))
+        corrections.apply(found.finish(None, let_through(on_device) if on_device else None))
         return stats
 
     def test_tokens_behind_a_stop_are_not_accepted(self):

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from vllm_dspark.integration.report import StepOrder
+from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
 
 Counts = npt.NDArray[np.integer]
 
@@ -74,19 +74,20 @@ class StepReach:
         verified = np.arange(width + 1)[:, None]
         accepted = np.minimum(np.arange(-1, width + 1), verified)  # [K + 1, K + 2]
         judged = np.minimum(verified, accepted + 1)
-        columns = np.stack([np.broadcast_to(verified, accepted.shape), judged, accepted])
+        admitted = np.broadcast_to(verified, accepted.shape)  # unless a grammar refused some
+        columns = np.stack([admitted, admitted, judged, accepted])
         position = np.arange(width)[:, None]
-        self._map = (columns.reshape(3, 1, -1) > position).reshape(3 * width, -1).astype(np.float64)
+        self._map = (columns.reshape(4, 1, -1) > position).reshape(4 * width, -1).astype(np.float64)
         self._known: tuple[Counts, Counts] | None = None  # drafts and their row, the last ones
 
     def of(self, drafted: Counts, admitted: Counts, scored: Counts, sampled: Counts) -> Counts:
         """[5, K] of requests with these counts, [n] each."""
-        pairs = scored * (self.width + 2)
-        pairs = pairs + sampled
+        pairs = scored * (self.width + 2) + sampled
         histogram = np.bincount(pairs, minlength=self._map.shape[1])
         reached = np.empty((5, self.width), dtype=np.int64)
-        reached[2:] = (self._map @ histogram).reshape(3, -1)
-        reached[1] = reached[2] if admitted is scored else reach((admitted,), self.width)
+        reached[1:] = (self._map @ histogram).reshape(4, -1)
+        if admitted is not scored:
+            reached[1] = reach((admitted,), self.width)
         reached[0] = reached[1] if drafted is admitted else self._row(drafted)
         return reached
 
@@ -152,7 +153,7 @@ class PendingOutcomes:
     def finish(
         self,
         emitting: AbstractSet[str] | None,
-        on_device: Mapping[str, int] | None,
+        on_device: AdmittedDrafts | None,
         *,
         stopped: bool = True,
     ) -> StepOutcomes | None:
@@ -177,7 +178,7 @@ class PendingOutcomes:
         scheduled = self._scheduled()
         admitted = scheduled
         if on_device is not None:
-            admitted = np.minimum(scheduled, _looked_up(on_device, names, scheduled))
+            admitted = np.minimum(scheduled, self._admitted(on_device, scheduled))
         scored = admitted
         if self._invalid:
             scored = admitted - np.array([self._invalid.get(name, 0) for name in names])
@@ -206,6 +207,15 @@ class PendingOutcomes:
             reached=reached,
         )
 
+    def _admitted(self, on_device: AdmittedDrafts, scheduled: Counts) -> Counts:
+        """[n] drafts that the worker let through; all `scheduled` ones where it says nothing."""
+        if on_device.request_ids == self._output.req_ids:
+            counts = on_device.counts
+            return counts if self._places is None else counts[self._places]
+        found = on_device.by_name()
+        defaults = zip(self.request_ids, scheduled.tolist(), strict=True)
+        return np.array([found.get(name, count) for name, count in defaults])
+
     def _emitted(self) -> Counts:
         """[n] tokens that are left of the sampled ones; the same array if all are."""
         counts = token_counts(self._output)
@@ -220,16 +230,6 @@ class PendingOutcomes:
             return known if self._rows is None else known[self._rows]
         verified = self._verified
         return np.array([len(verified.get(name, ())) for name in self.request_ids])
-
-
-def _looked_up(counts: Mapping[str, int], names: Sequence[str], default: Counts) -> Counts:
-    """[n] counts by name; `default` where there is none."""
-    found = list(map(counts.get, names))
-    if None in found:
-        return np.array(
-            [n if n is not None else k for n, k in zip(found, default.tolist(), strict=True)]
-        )
-    return np.array(found)
 
 
 class OutcomeTotals:
@@ -261,6 +261,12 @@ class OutcomeTotals:
         self.emitted[0] += emitted
         if step.sampled is not step.emitted:
             self.discarded[0] += int(np.add.reduce(step.sampled)) - emitted
+        self.steps += 1
+
+    def add_rested(self, num_rows: int, reached: Counts) -> None:
+        """Add a step of requests that did not stop; reached: as of `StepOutcomes`."""
+        self._add(num_rows, reached)
+        self.emitted[0] += num_rows + int(np.add.reduce(reached[4]))
         self.steps += 1
 
     def add_uniform(self, num_rows: int, width: int, accepted: list[int]) -> None:
