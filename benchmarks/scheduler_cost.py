@@ -108,7 +108,8 @@ class Side:
             return "stock"
         if order.at_rest:
             return "rest"
-        planned, learned, taught = (a > b for a, b in zip(self._done(), before, strict=True))
+        pairs = zip(self._done(), before, strict=True)
+        planned, learned, taught = (bool(after > then) for after, then in pairs)
         words = ["planned" if planned else "repeated"] if order.plan is not None else ["unplanned"]
         return ", ".join(words + ["learned"] * learned + ["calibrated"] * taught)
 
