@@ -17,6 +17,7 @@ from vllm_dspark.integration.outcomes import (
     token_counts,
 )
 from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
+from vllm_dspark.integration.resting import RestedStep
 
 K = 4
 
@@ -106,7 +107,7 @@ class TestPending:
 
     def test_device_windows_say_what_was_verified(self):
         found, _ = pending({"a": (4, 4, 3), "b": (4, 4, 1)})
-        outcomes = found.finish(set("ab"), {"a": 2, "b": 0})
+        outcomes = found.finish(set("ab"), let_through({"a": 2, "b": 0}))
         assert outcomes.verified.tolist() == [2, 0]
         assert outcomes.accepted.tolist() == [2, 0]
 
@@ -158,6 +159,32 @@ class TestPending:
                 assert (short.reached == reach(columns, K)).all()
                 full = pending(rows)[0].finish(None, given)
                 assert columns_of(short) == columns_of(full)
+
+
+class TestRestedStep:
+    def test_counts_what_is_counted_of_other_steps(self):
+        """Catches totals that depend on whether requests were looked at."""
+        rng = np.random.default_rng(2)
+        for _ in range(20):
+            admitted = rng.integers(0, K + 1, 30)
+            for verified in (admitted, np.full(30, K)):
+                sampled = rng.integers(0, verified + 1) + 1
+                columns = (verified, np.minimum(verified, sampled), sampled - 1)
+                tokens = bytes(sampled.tolist())
+                found = RestedStep.trimmed(tokens, verified, K)
+                assert [found.verified, found.judged, found.accepted] == reach(columns, K).tolist()
+            assert found == RestedStep.native(tokens, K)
+
+    def test_sums(self):
+        totals, other = OutcomeTotals(K), OutcomeTotals(K)
+        rows = {"a": (K, K, 2), "b": (K, K, K + 1), "c": (K, K, 1)}
+        for _ in range(3):
+            totals.add_rested(3, RestedStep.native(bytes([2, K + 1, 1]), K))
+            other.add(pending(rows)[0].finish(None, None))
+        for name in ("drafted", "admitted", "trimmed", "verified", "judged", "accepted", "windows"):
+            assert getattr(totals, name).tolist() == getattr(other, name).tolist(), name
+        assert (totals.steps, totals.request_steps) == (other.steps, other.request_steps) == (3, 9)
+        assert totals.emitted.tolist() == other.emitted.tolist()
 
 
 class TestEmitting:

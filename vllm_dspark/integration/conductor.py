@@ -83,7 +83,9 @@ class Conductor(LearningSteps):
         self._sampled: tuple[SlotArray, frozenset[str]] | None = None  # of the slots asked for
         self._windows: tuple[tuple[int, ...], IntArray] | None = None  # of a plan, less one
         # Scheduler, outcomes and worker each have their own order of requests, mostly for long.
-        self._scheduled, self._judged, self._drafted = (SlotLookup(table) for _ in range(3))
+        self._scheduled, self._judged, self._drafted, self._rested = (
+            SlotLookup(table) for _ in range(4)
+        )
         self._generation: dict[str, int] = {}
         self._num_arrived = 0
         path = options.record_confidences
@@ -159,9 +161,13 @@ class Conductor(LearningSteps):
     ) -> tuple[dict[str, int], dict[str, int]]:
         """Requests that keep all their drafts, and those that cannot emit all of them."""
         width = self.table.num_positions
-        floors, ceilings = {}, {}
+        floors: dict[str, int] = {}
+        ceilings: dict[str, int] = {}
+        ends = self.table.ends_within(slots, width)
+        if not self._num_reserved and not np.count_nonzero(ends):
+            return floors, ceilings
         reserved = self._reserved[slots]
-        for i in np.flatnonzero(reserved | self.table.ends_within(slots, width)).tolist():
+        for i in np.flatnonzero(reserved | ends).tolist():
             request = drafting[i]
             left = self._remaining(request) - 1
             if reserved[i]:

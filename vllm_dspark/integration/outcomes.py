@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
+from vllm_dspark.integration.resting import RestedStep
 
 Counts = npt.NDArray[np.integer]
 
@@ -250,7 +251,8 @@ class OutcomeTotals:
         self.rows: Counts = np.zeros(1, dtype=np.int64)
         self.emitted: Counts = np.zeros(1, dtype=np.int64)
         self.discarded: Counts = np.zeros(1, dtype=np.int64)
-        self._uniform: dict[int, list[int]] = {}  # by width: requests, then accepted by position
+        # Of steps at rest: requests, then verified, judged and accepted ones by position.
+        self._rested = [0] * (1 + 3 * width)
 
     def add(self, step: StepOutcomes | None) -> None:
         """Add the requests of one step."""
@@ -263,20 +265,10 @@ class OutcomeTotals:
             self.discarded[0] += int(np.add.reduce(step.sampled)) - emitted
         self.steps += 1
 
-    def add_rested(self, num_rows: int, reached: Counts) -> None:
-        """Add a step of requests that did not stop; reached: as of `StepOutcomes`."""
-        self._add(num_rows, reached)
-        self.emitted[0] += num_rows + int(np.add.reduce(reached[4]))
-        self.steps += 1
-
-    def add_uniform(self, num_rows: int, width: int, accepted: list[int]) -> None:
-        """Add a step of requests that had `width` drafts each verified and did not stop.
-
-        accepted: of them, how many had the draft at each position accepted, [K].
-        """
-        seen = self._uniform.get(width)
-        step = [num_rows, *accepted]
-        self._uniform[width] = step if seen is None else list(map(add, seen, step))
+    def add_rested(self, num_rows: int, rested: RestedStep) -> None:
+        """Add a step of requests that had all K drafts and did not stop."""
+        step = [num_rows, *rested.verified, *rested.judged, *rested.accepted]
+        self._rested = list(map(add, self._rested, step))
         self.steps += 1
 
     def _add(self, num_rows: int, reached: Counts) -> None:
@@ -287,13 +279,14 @@ class OutcomeTotals:
 
     def derive(self) -> None:
         """Bring all sums up to date."""
-        for width, (num_rows, *accepted) in self._uniform.items():
-            full = [num_rows] * width + [0] * (self.num_speculative_tokens - width)
-            # All drafts were verified, so one is judged if the one before it was accepted.
-            judged = [num_rows, *accepted[: width - 1], *full[width:]]
-            self._add(num_rows, np.array([full, full, full, judged, accepted]))
-            self.emitted[0] += num_rows + sum(accepted)
-        self._uniform.clear()
+        num_rows, *reached = self._rested
+        if num_rows:
+            width = self.num_speculative_tokens
+            verified, judged, accepted = np.array(reached, dtype=np.int64).reshape(3, width)
+            drafted = np.full(width, num_rows)
+            self._add(num_rows, np.array([drafted, verified, verified, judged, accepted]))
+            self.emitted[0] += num_rows + int(accepted.sum())
+            self._rested = [0] * len(self._rested)
         positions, windows, rows = self._positions, self._windows, int(self.rows[0])
         np.subtract(positions[0], positions[1], out=positions[2])
         verified = positions[3]

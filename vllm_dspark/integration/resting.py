@@ -107,12 +107,14 @@ class RestingBatch:
     def order(self, step_id: int) -> StepOrder:
         """The order of its next step."""
         model = self.model
+        stamps = np.empty(self.size, dtype=np.int32)
+        stamps.fill(self.stamp)
         return StepOrder(
             step_id,
             replace(model.plan, step_id=step_id) if model.plan is not None else None,
             model.request_ids,
             model.num_drafts,
-            np.full(self.size, self.stamp, dtype=np.int32),
+            stamps,
             model.ranking,
             model.sampled,
             model.floors,
@@ -159,6 +161,7 @@ class RestingSteps:
     _recorder: Any
     _draft_stamp: npt.NDArray[np.int32]  # by slot
     _scheduled: SlotLookup
+    _rested: SlotLookup
     device_windows: bool
     _resting: RestingBatch | None = None
 
@@ -249,16 +252,48 @@ class RestingSteps:
         if batch.worker_ids is not None and batch.lengths and batch.version == self.table.version:
             # Of each step one token is the target's own.
             accepted = batch.emitted() - len(batch.lengths)
-            self.table.count_emitted(
-                self.table.slots(batch.worker_ids), accepted, steps=len(batch.lengths)
-            )
+            slots = self._rested.of(batch.worker_ids).slots
+            self.table.count_emitted(slots, accepted, steps=len(batch.lengths))
 
 
-def accepted_by_position(num_sampled: bytes, num_positions: int) -> list[int]:
-    """[K] requests that accepted the draft at each position; num_sampled: tokens of each."""
-    reached = [0] * num_positions
+@dataclass(frozen=True, slots=True)
+class RestedStep:
+    """Requests whose verified, judged and accepted drafts reach a position, [K] each.
+
+    Of a step of requests that had all their drafts and did not stop; no drafts were invalid.
+    """
+
+    verified: list[int]
+    judged: list[int]
+    accepted: list[int]
+
+    @staticmethod
+    def native(sampled: bytes, width: int) -> "RestedStep":
+        """All drafts were verified; sampled: tokens of each request."""
+        num_rows = len(sampled)
+        accepted = more_than(sampled, width)[1:]
+        # A draft is judged if the one before it was accepted.
+        return RestedStep([num_rows] * width, [num_rows, *accepted[:-1]], accepted)
+
+    @staticmethod
+    def trimmed(sampled: bytes, admitted: IntArray, width: int) -> "RestedStep":
+        """Drafts that the worker let through were verified, [n] in the order of `sampled`."""
+        tokens = np.frombuffer(sampled, dtype=np.uint8)
+        verified = admitted.astype(np.uint8)
+        accepted = np.minimum(tokens - 1, verified)
+        judged = np.minimum(tokens, verified)
+        counts = (more_than(each.tobytes(), width - 1) for each in (verified, judged, accepted))
+        return RestedStep(*counts)
+
+
+def more_than(numbers: bytes, most: int) -> list[int]:
+    """[most + 1] how many of the numbers are above 0, 1, ..., `most`; none is above most + 1.
+
+    In bytes they are counted faster than in anything else that holds small numbers.
+    """
+    found = [0] * (most + 1)
     total = 0
-    for position in range(num_positions, 0, -1):
-        total += num_sampled.count(position + 1)
-        reached[position - 1] = total
-    return reached
+    for number in range(most, -1, -1):
+        total += numbers.count(number + 1)
+        found[number] = total
+    return found

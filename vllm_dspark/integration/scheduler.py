@@ -27,7 +27,7 @@ from vllm_dspark.integration.report import (
     order_of,
     report_of,
 )
-from vllm_dspark.integration.resting import accepted_by_position
+from vllm_dspark.integration.resting import RestedStep
 from vllm_dspark.integration.scheduled_step import ScheduledStep, StepOutlook
 from vllm_dspark.integration.startup import (
     require_schedulable,
@@ -250,21 +250,13 @@ class DSparkSchedulerMixin:
         batch = self.conductor.resting_batch()
         if batch is not None:
             batch.lengths.append(lengths)
-        num_rows, num_positions = len(lengths), self.num_spec_tokens
         if order.ranking is not None and report is not None and report.admitted is not None:
-            let_through = report.admitted.counts
-            sampled = np.frombuffer(lengths, dtype=np.uint8)
-            reached = self._step_reach.of(order.num_drafts, let_through, let_through, sampled)
-            _, admitted, verified, _, accepted = reached.tolist()
-            self._corrections.fill(admitted[0], verified, accepted)
-            self.dspark_totals.add_rested(num_rows, reached)
+            step = RestedStep.trimmed(lengths, report.admitted.counts, self.num_spec_tokens)
         else:
-            width = int(order.num_drafts[0])
-            accepted = accepted_by_position(lengths, num_positions)
-            verified = [num_rows] * width + [0] * (num_positions - width)
-            self._corrections.fill(num_rows, verified, accepted)
-            self.dspark_totals.add_uniform(num_rows, width, accepted)
-        self.dspark_metrics.step_at_rest(order, num_rows + sum(accepted))
+            step = RestedStep.native(lengths, self.num_spec_tokens)
+        self._corrections.fill(step.verified[0], step.verified, step.accepted)
+        self.dspark_totals.add_rested(len(lengths), step)
+        self.dspark_metrics.step_at_rest(order, len(lengths) + sum(step.accepted))
 
     def make_spec_decoding_stats(
         self, spec_decoding_stats: Any, *, request_id: str, **counts: Any
