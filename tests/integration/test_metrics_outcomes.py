@@ -12,8 +12,6 @@ from vllm_dspark.integration.metrics_correction import Corrections, emitting
 from vllm_dspark.integration.outcomes import (
     OutcomeTotals,
     PendingOutcomes,
-    StepReach,
-    reach,
     token_counts,
 )
 from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
@@ -41,7 +39,12 @@ def taken(output, ran, order, batch):
     index = {name: i for i, name in enumerate(batch)}
     places = where.places(order.request_ids, batch, index)
     counts = token_counts(ran)
-    return PendingOutcomes(output, ran, order, StepReach(K), counts, places, where.complete)
+    return PendingOutcomes(output, ran, order, K, counts, places, where.complete)
+
+
+def by_position(columns):
+    """How many counts of each column reach each position."""
+    return [[int((column > k).sum()) for k in range(K)] for column in columns]
 
 
 def let_through(counts):
@@ -156,7 +159,7 @@ class TestPending:
                 short = pending(rows)[0].finish(None, given, stopped=False)
                 judged = np.minimum(short.verified, short.accepted + 1)
                 columns = (short.drafted, short.admitted, short.verified, judged, short.accepted)
-                assert (short.reached == reach(columns, K)).all()
+                assert short.reached.tolist() == by_position(columns)
                 full = pending(rows)[0].finish(None, given)
                 assert columns_of(short) == columns_of(full)
 
@@ -172,7 +175,7 @@ class TestRestedStep:
                 columns = (verified, np.minimum(verified, sampled), sampled - 1)
                 tokens = bytes(sampled.tolist())
                 found = RestedStep.trimmed(tokens, verified, K)
-                assert [found.verified, found.judged, found.accepted] == reach(columns, K).tolist()
+                assert [found.verified, found.judged, found.accepted] == by_position(columns)
             assert found == RestedStep.native(tokens, K)
 
     def test_sums(self):

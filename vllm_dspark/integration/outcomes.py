@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
-from vllm_dspark.integration.resting import RestedStep
+from vllm_dspark.integration.resting import RestedStep, more_than
 
 Counts = npt.NDArray[np.integer]
 
@@ -54,48 +54,12 @@ class StepOutcomes:
 
 
 def reach(columns: Sequence[Counts], width: int) -> Counts:
-    """[columns, K] how many requests' counts reach each position."""
-    bins = width + 1
-    stacked = np.array(columns)
-    stacked += np.arange(0, len(columns) * bins, bins)[:, None]
-    by_count = np.bincount(stacked.ravel(), minlength=stacked.shape[0] * bins).reshape(-1, bins)
-    reached: Counts = by_count[:, :0:-1].cumsum(axis=1)[:, ::-1]
-    return reached
-
-
-class StepReach:
-    """The five rows of `StepOutcomes.reached` where nobody stopped, at few passes over requests.
-
-    What counts is known from how many requests have which pair (verified, sampled): one histogram
-    of pairs, and a linear map from it to the rows.
-    """
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        verified = np.arange(width + 1)[:, None]
-        accepted = np.minimum(np.arange(-1, width + 1), verified)  # [K + 1, K + 2]
-        judged = np.minimum(verified, accepted + 1)
-        admitted = np.broadcast_to(verified, accepted.shape)  # unless a grammar refused some
-        columns = np.stack([admitted, admitted, judged, accepted])
-        position = np.arange(width)[:, None]
-        self._map = (columns.reshape(4, 1, -1) > position).reshape(4 * width, -1).astype(np.float64)
-        self._known: tuple[Counts, Counts] | None = None  # drafts and their row, the last ones
-
-    def of(self, drafted: Counts, admitted: Counts, scored: Counts, sampled: Counts) -> Counts:
-        """[5, K] of requests with these counts, [n] each."""
-        pairs = scored * (self.width + 2) + sampled
-        histogram = np.bincount(pairs, minlength=self._map.shape[1])
-        reached = np.empty((5, self.width), dtype=np.int64)
-        reached[1:] = (self._map @ histogram).reshape(4, -1)
-        if admitted is not scored:
-            reached[1] = reach((admitted,), self.width)
-        reached[0] = reached[1] if drafted is admitted else self._row(drafted)
-        return reached
-
-    def _row(self, drafted: Counts) -> Counts:
-        if self._known is None or self._known[0] is not drafted:
-            self._known = (drafted, reach((drafted,), self.width))
-        return self._known[1]
+    """[columns, K] how many requests' counts, [n] each, reach each position."""
+    rows: dict[int, list[int]] = {}  # several columns may be one and the same array
+    for column in columns:
+        if id(column) not in rows:
+            rows[id(column)] = more_than(column.astype(np.uint8).tobytes(), width - 1)
+    return np.array([rows[id(column)] for column in columns])
 
 
 def token_counts(model_runner_output: Any) -> Counts:
@@ -116,14 +80,14 @@ class PendingOutcomes:
         scheduler_output: Any,
         model_runner_output: Any,
         order: StepOrder,
-        step_reach: StepReach,
+        width: int,
         counts: Counts,
         places: Counts | None,
         complete: bool = False,
     ) -> None:
-        """counts: before vLLM's update; places: of the order's requests in it, -1 where they are
-        not, complete: all are there (batches.WorkerOrder)."""
-        self._reach = step_reach
+        """width: K; counts: before vLLM's update; places: of the order's requests in it, -1 where
+        they are not, complete: all are there (batches.WorkerOrder)."""
+        self._width = width
         self._order = order
         self._verified: Mapping[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
         self._invalid: Mapping[str, int] = scheduler_output.num_invalid_spec_tokens or {}
@@ -190,10 +154,8 @@ class PendingOutcomes:
         if emitted is not sampled:
             before_stop = np.where(emitted <= accepted, emitted, scored)
             accepted = np.minimum(accepted, emitted)
-            judged = np.minimum(before_stop, accepted + 1)
-            reached = reach((drafted, admitted, scored, judged, accepted), self._reach.width)
-        else:
-            reached = self._reach.of(drafted, admitted, scored, sampled)
+        judged = np.minimum(before_stop, accepted + 1)
+        reached = reach((drafted, admitted, scored, judged, accepted), self._width)
         return StepOutcomes(
             names,
             drafted=drafted,

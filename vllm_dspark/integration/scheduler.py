@@ -17,7 +17,6 @@ from vllm_dspark.integration.outcomes import (
     OutcomeLog,
     OutcomeTotals,
     PendingOutcomes,
-    StepReach,
 )
 from vllm_dspark.integration.pipeline import PipelineSchedulerMixin
 from vllm_dspark.integration.report import (
@@ -68,7 +67,6 @@ class DSparkSchedulerMixin:
         self._corrections = Corrections()
         self._drafting = DraftingLookup()
         self._worker_order = WorkerOrder()
-        self._step_reach = StepReach(width)
         self.dspark_metrics = EngineMetrics.of_engine(
             self.vllm_config, options, self.conductor, self.dspark_totals
         )
@@ -205,7 +203,7 @@ class DSparkSchedulerMixin:
             scheduler_output,
             model_runner_output,
             order,
-            self._step_reach,
+            self.num_spec_tokens,
             np.frombuffer(lengths, dtype=np.uint8).astype(np.int64),
             places,
             where.complete,
