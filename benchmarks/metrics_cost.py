@@ -22,7 +22,6 @@ from vllm_dspark.integration.metrics_log import SummaryLog
 from vllm_dspark.integration.outcomes import (
     OutcomeTotals,
     PendingOutcomes,
-    StepReach,
     token_counts,
 )
 from vllm_dspark.integration.report import StepOrder
@@ -59,11 +58,10 @@ def measure(requests: int, folder: Path) -> dict[str, float]:
     )
     order = StepOrder.of(1, plan, dict.fromkeys(names, K), 1)
     order.num_scheduled = np.full(requests, 4, dtype=np.int32)
-    reached = StepReach(K)
 
     def outcomes() -> Any:
         counts = token_counts(ran)
-        pending = PendingOutcomes(output, ran, order, reached, counts, None, complete=True)
+        pending = PendingOutcomes(output, ran, order, K, counts, None, complete=True)
         return pending.finish(None, None, stopped=False)
 
     totals = OutcomeTotals(K)

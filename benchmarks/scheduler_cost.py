@@ -12,9 +12,11 @@ CPU microseconds a step:
             holds what vLLM saves by our counting of acceptance and by fewer drafts
 
 each the median over rounds, with the 20th and 80th percentile; `added best` is the best turn.
-`rest` and `awake` are `added` by kind of step (resting.py). `planned` makes every step a trimmed
-one (no margin), `native` one in which full windows have been best for many steps, `off` has
-scheduling switched off.
+`steps` is `added` by what is done in a step besides scheduling and counting: nothing at all
+(`rest`, resting.py), a plan that is made or repeated, outcomes that are learned from, and rows
+that the calibration is taught by; each with the share of steps, best, median, 20th and 80th
+percentile. `planned` makes every step a trimmed one (no margin), `native` one in which full windows
+have been best for many steps, `off` has scheduling switched off.
 """
 
 import argparse
@@ -72,13 +74,14 @@ class Side:
     scheduler: Any
     worker: MadeUpWorker
 
-    def turn(self, steps: int) -> list[tuple[float, float, bool]]:
-        """CPU microseconds of each step, ours and vLLM's, and whether it was at rest.
+    def turn(self, steps: int) -> list[tuple[float, float, str]]:
+        """CPU microseconds of each step, ours and vLLM's, and its kind.
 
         What stands for the worker is not counted.
         """
         found = []
         for _ in range(steps):
+            before = self._done()
             _inner_ns[0] = 0
             started = time.process_time_ns()
             output = self.scheduler.schedule()
@@ -88,10 +91,27 @@ class Side:
             self.scheduler.update_from_output(output, ran)
             spent += time.process_time_ns() - started
             self.worker.draft(output)
-            order = order_of(output)
-            rests = order is not None and order.at_rest
-            found.append(((spent - _inner_ns[0]) / 1e3, _inner_ns[0] / 1e3, rests))
+            kind = self._kind(order_of(output), before)
+            found.append(((spent - _inner_ns[0]) / 1e3, _inner_ns[0] / 1e3, kind))
         return found
+
+    def _done(self) -> tuple[float, int, float]:
+        """Requests planned for, steps learned from and drafts that taught the calibration."""
+        conductor = getattr(self.scheduler, "conductor", None)
+        if conductor is None:
+            return 0.0, 0, 0.0
+        table = conductor.table
+        return conductor.rows.states.sum(), table._num_outcomes, table.live.paired.sum()
+
+    def _kind(self, order: Any, before: tuple[float, int, float]) -> str:
+        if order is None:
+            return "stock"
+        if order.at_rest:
+            return "rest"
+        pairs = zip(self._done(), before, strict=True)
+        planned, learned, taught = (bool(after > then) for after, then in pairs)
+        words = ["planned" if planned else "repeated"] if order.plan is not None else ["unplanned"]
+        return ", ".join(words + ["learned"] * learned + ["calibrated"] * taught)
 
 
 def options_of(variant: str, requests: int, folder: Path) -> dict[str, Any]:
@@ -136,31 +156,41 @@ def start(pair: Pair, variant: str, requests: int, folder: Path) -> Side:
 def measure(pair: Pair, requests: int, steps: int, folder: Path) -> dict[str, dict[str, Any]]:
     """Microseconds a step of each variant: what we add, and what vLLM's own part becomes."""
     sides = {variant: start(pair, variant, requests, folder) for variant in VARIANTS}
-    turns: dict[str, list[list[tuple[float, float, bool]]]] = {v: [] for v in VARIANTS}
+    turns: dict[str, list[list[tuple[float, float, str]]]] = {v: [] for v in VARIANTS}
     gc.collect()
     gc.freeze()  # vLLM's engine core does the same
     for _ in range(max(3, steps // TURN)):
         for variant, side in sides.items():
             turns[variant].append(side.turn(TURN))
-    mean = {v: np.array([np.mean(turn, axis=0) for turn in turns[v]]) for v in VARIANTS}
+    mean = {
+        v: np.array(
+            [[np.mean(column) for column in list(zip(*turn, strict=True))[:2]] for turn in turns[v]]
+        )
+        for v in VARIANTS
+    }
     floor = float(np.median(mean["stock"][:, 0]))
     best_floor = float(mean["stock"][:, 0].min())
     found = {}
     for variant, values in mean.items():
         kinds = Counter(plan.kind.value for plan in sides[variant].worker.plans)
-        net = values[:, :2].sum(axis=1) - mean["stock"][:, :2].sum(axis=1)
-        each = [step for turn in turns[variant] for step in turn]
-        by_rest = {
-            name: [own - floor for own, _, at_rest in each if at_rest == wanted]
-            for name, wanted in (("rest", True), ("awake", False))
-        }
+        net = values.sum(axis=1) - mean["stock"].sum(axis=1)
+        by_kind: dict[str, list[float]] = {}
+        for own, _, kind in (step for turn in turns[variant] for step in turn):
+            by_kind.setdefault(kind, []).append(own - floor)
         found[variant] = {
             "kinds": dict(kinds),
             "added_us": _spread(values[:, 0] - floor),
             "added_best_us": round(float(values[:, 0].min()) - best_floor, 1),
             "net_us": _spread(net),
             "vllm_us": round(float(np.median(values[:, 1])), 1),
-            **{f"{k}_us": _spread(np.array(v)) for k, v in by_rest.items() if v},
+            "steps": {
+                kind: [
+                    round(len(own) / sum(map(len, by_kind.values())), 3),
+                    round(min(own), 1),
+                    *_spread(np.array(own)),
+                ]
+                for kind, own in sorted(by_kind.items(), key=lambda item: -len(item[1]))
+            },
         }
     for side in sides.values():
         side.scheduler.shutdown()
@@ -188,7 +218,12 @@ def main() -> None:
         for requests in map(int, arguments.requests.split(",")):
             found = measure(pair, requests, arguments.steps, folder)
             report[str(requests)] = found
-            print(f"{requests} requests", *found.items(), sep="\n  ", flush=True)
+            for variant, row in found.items():
+                kinds = row.pop("steps")
+                print(f"{requests} requests, {variant}: {row}", flush=True)
+                for kind, figures in kinds.items() if variant != "stock" else ():
+                    print(f"    {kind}: {figures}", flush=True)
+                row["steps"] = kinds
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=1), encoding="utf-8")
 

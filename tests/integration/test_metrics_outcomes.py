@@ -12,11 +12,10 @@ from vllm_dspark.integration.metrics_correction import Corrections, emitting
 from vllm_dspark.integration.outcomes import (
     OutcomeTotals,
     PendingOutcomes,
-    StepReach,
-    reach,
     token_counts,
 )
-from vllm_dspark.integration.report import StepOrder
+from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
+from vllm_dspark.integration.resting import RestedStep
 
 K = 4
 
@@ -28,7 +27,7 @@ def pending(rows, invalid=None):
     output = SimpleNamespace(
         scheduled_spec_decode_tokens=scheduled, num_invalid_spec_tokens=invalid
     )
-    ran = SimpleNamespace(sampled_token_ids=list(lists.values()))
+    ran = SimpleNamespace(sampled_token_ids=list(lists.values()), req_ids=list(lists))
     drafted = {name: n for name, (n, _, _) in rows.items()}
     order = StepOrder.of(7, None, drafted, 6)
     return taken(output, ran, order, list(lists)), lists
@@ -40,7 +39,17 @@ def taken(output, ran, order, batch):
     index = {name: i for i, name in enumerate(batch)}
     places = where.places(order.request_ids, batch, index)
     counts = token_counts(ran)
-    return PendingOutcomes(output, ran, order, StepReach(K), counts, places, where.complete)
+    return PendingOutcomes(output, ran, order, K, counts, places, where.complete)
+
+
+def by_position(columns):
+    """How many counts of each column reach each position."""
+    return [[int((column > k).sum()) for k in range(K)] for column in columns]
+
+
+def let_through(counts):
+    """counts: drafts by request that the worker let through."""
+    return AdmittedDrafts(list(counts), np.array(list(counts.values()), dtype=np.int32))
 
 
 def cut(tokens, length):
@@ -101,7 +110,7 @@ class TestPending:
 
     def test_device_windows_say_what_was_verified(self):
         found, _ = pending({"a": (4, 4, 3), "b": (4, 4, 1)})
-        outcomes = found.finish(set("ab"), {"a": 2, "b": 0})
+        outcomes = found.finish(set("ab"), let_through({"a": 2, "b": 0}))
         assert outcomes.verified.tolist() == [2, 0]
         assert outcomes.accepted.tolist() == [2, 0]
 
@@ -123,6 +132,20 @@ class TestPending:
         assert outcomes.sampled.tolist() == [2, 3]
         assert outcomes.accepted.tolist() == [1, 2]
 
+    @pytest.mark.parametrize("reported", ["cxa", "acx", "xc"])
+    def test_windows_of_the_device_go_to_their_requests(self, reported):
+        """Catches windows taken in the order of the scheduler, or of a worker that names others."""
+        order = StepOrder.of(7, None, dict.fromkeys("ac", 4), 6)
+        output = SimpleNamespace(
+            scheduled_spec_decode_tokens={"a": [0] * 4, "c": [0] * 4}, num_invalid_spec_tokens=None
+        )
+        ran = SimpleNamespace(sampled_token_ids=[[1, 1], [2], [3, 3, 3]], req_ids=list("cxa"))
+        counts = {"a": 3, "c": 1, "x": 0}
+        given = let_through({name: counts[name] for name in reported})
+        outcomes = taken(output, ran, order, list("cxa")).finish(None, given)
+        assert outcomes.admitted.tolist() == [3 if "a" in reported else 4, 1]
+        assert outcomes.accepted.tolist() == [2, 1]
+
     def test_a_step_without_stops_counts_alike_either_way(self):
         """Catches a short cut (one histogram of pairs) that counts something else."""
         rng = np.random.default_rng(1)
@@ -132,13 +155,39 @@ class TestPending:
                 f"r{i}": (K, int(n), int(rng.integers(0, n + 1)) + 1) for i, n in enumerate(drafts)
             }
             on_device = {name: int(rng.integers(t - 1, n + 1)) for name, (_, n, t) in rows.items()}
-            for given in (None, on_device):
+            for given in (None, let_through(on_device)):
                 short = pending(rows)[0].finish(None, given, stopped=False)
                 judged = np.minimum(short.verified, short.accepted + 1)
                 columns = (short.drafted, short.admitted, short.verified, judged, short.accepted)
-                assert (short.reached == reach(columns, K)).all()
+                assert short.reached.tolist() == by_position(columns)
                 full = pending(rows)[0].finish(None, given)
                 assert columns_of(short) == columns_of(full)
+
+
+class TestRestedStep:
+    def test_counts_what_is_counted_of_other_steps(self):
+        """Catches totals that depend on whether requests were looked at."""
+        rng = np.random.default_rng(2)
+        for _ in range(20):
+            admitted = rng.integers(0, K + 1, 30)
+            for verified in (admitted, np.full(30, K)):
+                sampled = rng.integers(0, verified + 1) + 1
+                columns = (verified, np.minimum(verified, sampled), sampled - 1)
+                tokens = bytes(sampled.tolist())
+                found = RestedStep.trimmed(tokens, verified, K)
+                assert [found.verified, found.judged, found.accepted] == by_position(columns)
+            assert found == RestedStep.native(tokens, K)
+
+    def test_sums(self):
+        totals, other = OutcomeTotals(K), OutcomeTotals(K)
+        rows = {"a": (K, K, 2), "b": (K, K, K + 1), "c": (K, K, 1)}
+        for _ in range(3):
+            totals.add_rested(3, RestedStep.native(bytes([2, K + 1, 1]), K))
+            other.add(pending(rows)[0].finish(None, None))
+        for name in ("drafted", "admitted", "trimmed", "verified", "judged", "accepted", "windows"):
+            assert getattr(totals, name).tolist() == getattr(other, name).tolist(), name
+        assert (totals.steps, totals.request_steps) == (other.steps, other.request_steps) == (3, 9)
+        assert totals.emitted.tolist() == other.emitted.tolist()
 
 
 class TestEmitting:
@@ -235,7 +284,7 @@ class TestCorrections:
                 metrics[name].observe(scheduled, sampled - 1, detailed=True)
         for name, length in cuts.items():
             cut(lists[name], length)
-        corrections.apply(found.finish(None, on_device))
+        corrections.apply(found.finish(None, let_through(on_device) if on_device else None))
         return stats
 
     def test_tokens_behind_a_stop_are_not_accepted(self):

@@ -103,6 +103,45 @@ def test_trimming_keeps_the_output(
         assert all(len(plan.windows) == plan.num_requests for plan in trimmed)
 
 
+def test_trimmed_steps_at_rest_keep_the_output(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches steps at rest that a worker does not trim, or does not report the windows of."""
+    from vllm_dspark.planning import repeat
+
+    # Decisions of eight requests serve as long as those of hundreds.
+    monkeypatch.setattr(repeat, "_LAZY_REQUESTS", 2)
+    monkeypatch.setattr(repeat, "_STEADY", 1)
+    long = greedy(160)
+    with engine(pair.target) as llm:
+        wanted = token_lists(llm.generate(prompts(8), long, use_tqdm=False))
+    table = write_cost_table(tmp_path / "table.json", **DEAR)
+    with engine(pair.target, dspark(pair.drafter, options(table, windows="device"))) as llm:
+        plans = watch_plans(llm)
+        scheduler = scheduler_of(llm)
+        conductor, rested = scheduler.conductor, []
+        was_rested = conductor.rested
+
+        def noted(order: Any, output: Any) -> bool:
+            at_rest = was_rested(order, output)
+            (rested if at_rest else plans).append(order.plan)
+            return at_rest
+
+        conductor.rested = noted
+        outputs = token_lists(llm.generate(prompts(8), long, use_tqdm=False))
+        totals, box = scheduler.dspark_totals, runner_of(llm)._windows.box
+        fallbacks = scheduler.dspark_metrics.plans.fallbacks.sum()
+    assert outputs == wanted
+    assert len(rested) > 8
+    assert {plan.kind for plan in rested} == {PlanKind.TRIM}
+    trimmed = [plan for plan in plans if plan.kind is PlanKind.TRIM] + rested
+    assert (box.accepted, box.mismatched, box.unclaimed) == (len(trimmed), 0, 0)
+    assert fallbacks == 0
+    # Plans of 8 requests with all their drafts say how many are verified.
+    kept = sum(7 * plan.num_requests - plan.budget for plan in rested)
+    assert totals.trimmed.sum() >= kept > 0
+
+
 @pytest.mark.parametrize(("windows", "drafts"), [("host", "greedy"), ("device", "probabilistic")])
 def test_narrow_passes_keep_the_output(
     pair: Pair, expected: list[list[int]], tmp_path: Path, windows: str, drafts: str

@@ -1,6 +1,7 @@
 """What the scheduler does around vLLM's own, without an engine: budgets, exclusions, tenants."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from tests.support.pairs import Pair
 from tests.support.schedulers import MadeUpWorker, add_request, bare_scheduler
 from vllm_dspark.artifacts.freshness import Resolution
 from vllm_dspark.integration import exclusions, startup
-from vllm_dspark.integration.report import order_of
+from vllm_dspark.integration.report import attach_report, order_of, report_of
 from vllm_dspark.integration.request_traits import tenant_of
 from vllm_dspark.planning.online import BOUND
 from vllm_dspark.planning.plan import PlanBox, PlanKind, Reason, request_digest
@@ -333,7 +334,7 @@ class TestRest:
         request = scheduler.requests["r0"]
         request.max_tokens = request.num_output_tokens + 60
         slots = conductor.table.slots(["r0"])
-        conductor.table.set_remaining(slots, np.array([60]))
+        conductor.table.count_emitted(slots, conductor.table.remaining(slots) - 61)
         for _ in range(40):
             left = request.max_tokens - request.num_output_tokens
             if order_of(worker.step()).at_rest:
@@ -351,6 +352,85 @@ class TestRest:
         assert totals.steps - steps == 64
         assert 40 <= rested <= 48
         assert (live.paired > paired).any(), "the calibration error is not followed any more"
+
+
+class TestTrimmedRest:
+    """Budgets that the worker spreads, repeated without a look at requests."""
+
+    COUNT = 128
+
+    def start(self, pair: Pair, folder: Path, **worker: Any) -> tuple[Any, MadeUpWorker]:
+        """Requests of unlike acceptance; max_tokens of some lets them end one after another."""
+        length = 10_000
+        path = write_cost_table(folder / "large.json", max_requests=self.COUNT, per_token_ms=0.02)
+        scheduler = bare_scheduler(
+            pair,
+            options(folder, DEAR, cost_table=str(path), windows="device"),
+            max_num_seqs=self.COUNT,
+            max_num_batched_tokens=4 * self.COUNT * (K + 1),
+            max_model_len=length,
+            hf_overrides={"max_position_embeddings": length},
+        )
+        assert scheduler.conductor.device_windows
+        for i in range(self.COUNT):
+            ends = {"max_tokens": 150 + 40 * i} if i % 32 == 0 else {}
+            add_request(scheduler, f"r{i}", **ends)
+        rng = np.random.default_rng(1)
+        accept = lambda _, drafts: int(rng.binomial(drafts, 0.7))  # noqa: E731
+        return scheduler, MadeUpWorker(scheduler, accept, **worker)
+
+    @pytest.mark.parametrize("worker", [{}, {"lag": 1}, {"backwards": True}])
+    def test_changes_nothing_but_time(
+        self, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: dict[str, Any]
+    ) -> None:
+        """Catches counts, stamps, remains or plans that differ from those of steps looked at."""
+        seen = []
+        for rests in (True, False):
+            scheduler, made_up = self.start(pair, tmp_path, **worker)
+            if not rests:
+                monkeypatch.setattr(scheduler.conductor, "settle_down", lambda *_: None)
+            at_rest, stats = 0, []
+            for _ in range(140):
+                output = scheduler.schedule()
+                ran = made_up.run(output)
+                found = scheduler.update_from_output(output, ran)
+                made_up.draft(output)
+                at_rest += order_of(output).at_rest
+                of_step = next(iter(found.values())).scheduler_stats.spec_decoding_stats
+                stats.append(of_step)
+            assert (at_rest > 40) is rests
+            scheduler.conductor.wake()
+            scheduler.dspark_metrics._next_slow = 0.0  # what is brought up to date once a second
+            scheduler.dspark_metrics.publish()
+            table = scheduler.conductor.table
+            seen.append((made_up.plans, stats, table, scheduler.dspark_metrics))
+        (plans, stats, table, metrics), (other_plans, other_stats, other, other_metrics) = seen
+        assert sum(plan.kind is PlanKind.TRIM for plan in plans) > 100
+        assert plans == other_plans
+        assert stats == other_stats
+        slots = table.slots(name for name in (f"r{i}" for i in range(self.COUNT)) if name in table)
+        assert self.COUNT - 4 <= slots.size < self.COUNT, "nobody ended"
+        assert (table.remaining(slots) == other.remaining(slots)).all()
+        assert (table.ranking_parameters().prior == other.ranking_parameters().prior).all()
+        for family, mine, theirs in zip(
+            metrics.families, metrics._arrays, other_metrics._arrays, strict=True
+        ):
+            assert np.allclose(mine, theirs, equal_nan=True), family.name
+
+    def test_a_report_without_windows_is_no_rest(self, pair: Pair, tmp_path: Path) -> None:
+        """Catches drafts counted as verified in a step that a worker refused to trim."""
+        scheduler, worker = self.start(pair, tmp_path)
+        conductor, plans = scheduler.conductor, scheduler.dspark_metrics.plans
+        while conductor.resting_batch() is None:
+            worker.step()
+        refused, trimmed = plans.fallbacks.sum(), scheduler.dspark_totals.trimmed.sum()
+        output = scheduler.schedule()
+        assert order_of(output).at_rest
+        ran = worker.run(output)
+        attach_report(ran, replace(report_of(ran), admitted=None))
+        scheduler.update_from_output(output, ran)
+        assert plans.fallbacks.sum() == refused + 1
+        assert scheduler.dspark_totals.trimmed.sum() == trimmed
 
 
 class TestPauses:

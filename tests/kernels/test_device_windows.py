@@ -113,7 +113,7 @@ class Scene:
         assert lengths.sum() == num_tokens
         assert (lengths >= self.num_rows - self.num_drafts).all()
         assert (lengths <= self.num_rows).all()
-        return windows.admitted()(), logits.tolist(), starts.tolist(), budget, num_tokens
+        return windows.admitted()().by_name(), logits.tolist(), starts.tolist(), budget, num_tokens
 
 
 @pytest.mark.parametrize("seed", range(6))

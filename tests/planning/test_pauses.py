@@ -249,6 +249,72 @@ class TestLazy:
         assert one.rest == 0
         assert one.shortcut(facts(9), seen.owner, seen.num_drafts) is None
 
+    def served(self, one, rates, requests=128):
+        """Steps that each decision serves, where requests are accepted at `rates` in turn."""
+        lengths, step = [], 0
+        for rate in rates:
+            seen = uniform(requests, rate)
+            assert one.shortcut(facts(step), seen.owner, seen.num_drafts) is None
+            one.plan(facts(step), seen)
+            lengths.append(1)
+            step += 1
+            while one.shortcut(facts(step), seen.owner, seen.num_drafts) is not None:
+                lengths[-1] += 1
+                step += 1
+        return lengths
+
+    def test_on_the_device_a_confirmed_budget_serves_longer(self):
+        """Catches planning what is known, and a budget kept although it has moved since."""
+        options = replace(AT_ONCE, lazy=True, device_windows=True)
+        assert self.served(planner(options), [0.6] * 5) == [3, 6, 12, 12, 12]
+        assert self.served(planner(options), [0.6, 0.6, 0.8, 0.8, 0.6]) == [3, 6, 3, 6, 3]
+        # full windows in between, which are planned anew until they have been best for long
+        assert self.served(planner(options), [0.6, 0.6, 1.0, 0.6, 0.6]) == [3, 6, 1, 3, 6]
+        assert self.served(planner(replace(options, device_windows=False)), [0.6] * 3) == [3] * 3
+
+    def test_other_requests_confirm_nothing(self):
+        one = planner(replace(AT_ONCE, lazy=True, device_windows=True))
+        self.served(one, [0.6] * 2)
+        others = replace(uniform(128, 0.6), owner=uniform(128, 0.6).owner + 1, digest=None)
+        one.plan(facts(99), others)
+        assert one.rest == 2 - 1
+
+    def test_budgets_may_be_repeated_unseen(self):
+        """Catches a planner that loses count of trimmed steps that it was not asked about."""
+        options = replace(AT_ONCE, lazy=True, device_windows=True)
+        one, other = planner(options), planner(options)
+        seen = uniform(192, 0.6)
+        step = skipped = 0
+        while step < 100:
+            found = []
+            for each in (one, other):
+                plan = each.shortcut(facts(step), seen.owner, seen.num_drafts)
+                found.append(plan or each.plan(facts(step), seen))
+            assert found[0] == found[1]
+            step += 1
+            ahead = one.rest_ahead
+            one.repeated(ahead)
+            for _ in range(ahead):
+                assert other.shortcut(facts(step), seen.owner, seen.num_drafts) is not None
+                assert other.rest > 1
+                step += 1
+            skipped += ahead
+            assert one.rest == other.rest
+        assert skipped > 50
+
+    def test_a_shrunken_batch_is_not_repeated_unseen(self):
+        """Catches trimming that goes on in a batch which begins to drain as soon as none wait."""
+        one = planner(replace(AT_ONCE, lazy=True, device_windows=True))
+        more, fewer = uniform(192, 0.6), uniform(128, 0.6)
+        one.plan(facts(0, num_arrived=192, num_waiting=1), more)
+        for step in range(1, 30):
+            waiting = facts(step, num_waiting=1)
+            if one.shortcut(waiting, fewer.owner, fewer.num_drafts) is None:
+                assert one.plan(waiting, fewer).kind is PlanKind.TRIM
+            assert one.rest_ahead == 0
+        assert one.rest > 1
+        assert one.shortcut(facts(30), fewer.owner, fewer.num_drafts) is None
+
     @pytest.mark.parametrize(("requests", "rate", "fresh"), [(32, 0.4, False), (128, 0.6, True)])
     def test_small_batches_and_fresh_rows_are_planned_anew(self, requests, rate, fresh):
         one = planner(replace(AT_ONCE, lazy=True))

@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.support.engines import DEFAULTS, dspark
 from tests.support.pairs import Pair
-from vllm_dspark.integration.report import StepReport, attach_report, order_of
+from vllm_dspark.integration.report import AdmittedDrafts, StepReport, attach_report, order_of
 from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
 from vllm_dspark.planning.plan import PlanKind, VerifyPlan, owner_id
 
@@ -65,12 +65,20 @@ class MadeUpWorker:
     """Runs a scheduler's steps: accepts by `accept`, drafts what the scheduler output asks for.
 
     lag: steps by which confidence rows come late; 0 on a CPU, at least 1 under async scheduling.
+    backwards: the worker's order of requests is not the scheduler's.
     """
 
     def __init__(
-        self, scheduler: Any, accept: Accept, confidence: float = 0.8, lag: int = 0
+        self,
+        scheduler: Any,
+        accept: Accept,
+        confidence: float = 0.8,
+        lag: int = 0,
+        *,
+        backwards: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        self._backwards = backwards
         self.width: int = scheduler.num_spec_tokens
         self.plans: list[VerifyPlan] = []
         self._accept = accept
@@ -92,18 +100,25 @@ class MadeUpWorker:
         from vllm.v1.outputs import ModelRunnerOutput
 
         ids = list(output.num_scheduled_tokens)
+        if self._backwards:
+            ids.reverse()
         order = order_of(output)
         if order is not None and order.plan is not None:
             self.plans.append(order.plan)
+        drafts = {name: len(output.scheduled_spec_decode_tokens.get(name, ())) for name in ids}
+        admitted = _spread(drafts, order) if _trims_on_device(order) else None
+        verified = drafts if admitted is None else admitted.by_name()
         tokens = []
         for name in ids:
             chunk = self.scheduler.requests[name].is_prefill_chunk
-            drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
-            tokens.append([] if chunk else [7] * (1 + self._accept(name, drafts)))
+            tokens.append([] if chunk else [7] * (1 + self._accept(name, verified[name])))
         index = {name: i for i, name in enumerate(ids)}
         ran = ModelRunnerOutput(req_ids=ids, req_id_to_index=index, sampled_token_ids=tokens)
         if order is not None and not order.at_rest:
-            attach_report(ran, self._report(output, order, ids))
+            attach_report(ran, self._report(output, order, ids, admitted))
+        elif admitted is not None:
+            nobody, none = np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.float32)
+            attach_report(ran, StepReport(0, (), nobody, none, (), admitted))
         return ran
 
     def draft(self, output: Any) -> None:
@@ -113,12 +128,12 @@ class MadeUpWorker:
         ids, width = list(output.num_scheduled_tokens), output.num_spec_tokens_to_schedule
         self.scheduler.update_draft_token_ids(DraftTokenIds(ids, [[7] * width for _ in ids]))
 
-    def _report(self, output: Any, order: Any, ids: list[str]) -> StepReport:
+    def _report(
+        self, output: Any, order: Any, ids: list[str], admitted: AdmittedDrafts | None
+    ) -> StepReport:
         for name in ids:
             self._owners.setdefault(name, owner_id(name))
         trims = order.plan is not None and order.plan.kind is PlanKind.TRIM
-        on_device = trims and not order.plan.windows
-        share = order.plan.budget // max(len(ids), 1) if on_device else 0
         timing = StepTiming(
             StepMode.EAGER,
             StepShape.RAGGED if trims else StepShape.NATIVE,
@@ -138,5 +153,22 @@ class MadeUpWorker:
             np.array([self._owners[name] for name in names], dtype=np.int64),
             np.full((len(names), columns), self._confidence, dtype=np.float32),
             (timing,),
-            dict.fromkeys(ids, share) if on_device else None,
+            admitted,
         )
+
+
+def _trims_on_device(order: Any) -> bool:
+    """Whether the worker would spread the budget of a step."""
+    plan = order.plan if order is not None else None
+    return plan is not None and plan.kind is PlanKind.TRIM and not plan.windows
+
+
+def _spread(drafts: dict[str, int], order: Any) -> AdmittedDrafts:
+    """The budget of a step, spread evenly over those that have drafts."""
+    with_drafts = sum(map(bool, drafts.values()))
+    share, more = divmod(order.plan.budget, max(with_drafts, 1))
+    counts = []
+    for count in drafts.values():
+        counts.append(min(share + (more > 0), count) if count else 0)
+        more -= bool(count)
+    return AdmittedDrafts(list(drafts), np.array(counts, dtype=np.int32))

@@ -14,18 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_dspark.artifacts.freshness import Resolution, planner_options
-from vllm_dspark.artifacts.schema import CostTableRecord
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.batches import Drafting
 from vllm_dspark.integration.exclusions import exclusion
+from vllm_dspark.integration.learning import LearningSteps
 from vllm_dspark.integration.metrics_totals import RowTotals, StepTimes
-from vllm_dspark.integration.outcomes import StepOutcomes
 from vllm_dspark.integration.recording import PairRecorder
-from vllm_dspark.integration.report import StepOrder, StepReport
+from vllm_dspark.integration.report import StepOrder
 from vllm_dspark.integration.request_traits import is_sampled, is_untouched, tenant_of
-from vllm_dspark.integration.resting import RestingSteps, off_rest
 from vllm_dspark.integration.scheduled_step import ScheduledStep, StepOutlook
-from vllm_dspark.planning.cost import CostTable, StepMode, StepTiming
+from vllm_dspark.planning.cost import CostTable, StepMode
 from vllm_dspark.planning.facts import StepFacts
 from vllm_dspark.planning.lookup import SlotLookup
 from vllm_dspark.planning.observed import ObservedCosts
@@ -41,12 +39,8 @@ logger = logging.getLogger("vllm.vllm_dspark")
 IntArray = npt.NDArray[np.int32]
 SlotArray = npt.NDArray[np.int64]
 
-# Of large steps one in so many corrects prices, as on CUDA one in so many of all is timed: the
-# correction is slow anyway, and in the engine core's time it is not free.
-_MANY_REQUESTS, _TIMED_PERIOD = 64, 4
 
-
-class Conductor(RestingSteps):
+class Conductor(LearningSteps):
     """Makes the plan of each step and keeps what plans are made from."""
 
     def __init__(
@@ -88,9 +82,10 @@ class Conductor(RestingSteps):
         self._num_reserved = 0
         self._sampled: tuple[SlotArray, frozenset[str]] | None = None  # of the slots asked for
         self._windows: tuple[tuple[int, ...], IntArray] | None = None  # of a plan, less one
-        self._num_timings = 0
         # Scheduler, outcomes and worker each have their own order of requests, mostly for long.
-        self._scheduled, self._judged, self._drafted = (SlotLookup(table) for _ in range(3))
+        self._scheduled, self._judged, self._drafted, self._rested = (
+            SlotLookup(table) for _ in range(4)
+        )
         self._generation: dict[str, int] = {}
         self._num_arrived = 0
         path = options.record_confidences
@@ -166,9 +161,13 @@ class Conductor(RestingSteps):
     ) -> tuple[dict[str, int], dict[str, int]]:
         """Requests that keep all their drafts, and those that cannot emit all of them."""
         width = self.table.num_positions
-        floors, ceilings = {}, {}
+        floors: dict[str, int] = {}
+        ceilings: dict[str, int] = {}
+        ends = self.table.ends_within(slots, width)
+        if not self._num_reserved and not np.count_nonzero(ends):
+            return floors, ceilings
         reserved = self._reserved[slots]
-        for i in np.flatnonzero(reserved | self.table.ends_within(slots, width)).tolist():
+        for i in np.flatnonzero(reserved | ends).tolist():
             request = drafting[i]
             left = self._remaining(request) - 1
             if reserved[i]:
@@ -323,30 +322,6 @@ class Conductor(RestingSteps):
         self._num_reserved = int(np.count_nonzero(self._reserved))
         self._num_arrived += 1
 
-    # ---- when a step's output has come back
-
-    def learn(self, report: StepReport | None, outcomes: StepOutcomes | None) -> None:
-        """Take in outcomes, rows and times of a step that has come back."""
-        if self._recorder is not None:
-            self._recorder.record(self.step_id, report, outcomes)
-        rest = self._rest()
-        # Outcomes before rows: on a CPU a report brings the rows of the pass after the judged one,
-        # which would overwrite the rows that these outcomes are about.
-        if outcomes is not None:
-            self._take_outcomes(outcomes, rest > 0)
-        if report is None:
-            return
-        if report.refused:
-            self.withdraw(report.refused)
-        if rest < 2:  # the last rows before outcomes are learned from again pair with those
-            self._take_rows(report)
-        waiting = self.planner is None or self.planner.cost is None
-        if report.cost_table is not None and waiting and not self.off_reason:
-            record = CostTableRecord.model_validate_json(report.cost_table)
-            self._start_planning(record.to_table())
-        for timing in report.timings if not rest else ():
-            self._take_timing(timing)
-
     def close(self) -> None:
         """Close what is being recorded."""
         if self._recorder is not None:
@@ -356,58 +331,3 @@ class Conductor(RestingSteps):
         """Plan nothing from now on: the worker's start-up check failed, so it trims no step."""
         self._resolution = replace(self._resolution, off_reason=reason, cost_table=None)
         self.planner = None
-
-    def _take_timing(self, timing: StepTiming) -> None:
-        planner = self.planner
-        self._num_timings += 1
-        if timing.num_requests >= _MANY_REQUESTS and self._num_timings % _TIMED_PERIOD:
-            return
-        if planner is not None and planner.cost is not None:
-            self.times.add(timing, planner.cost)
-            planner.cost.observe(timing)
-        elif not self.off_reason:
-            table = self._observed.add(timing)
-            if table is not None:
-                logger.info("vllm-dspark: steps are priced from what was served from now on")
-                self._start_planning(table)
-
-    def _rest(self) -> int:
-        """Steps from now on in which nothing that comes in is needed for a decision soon.
-
-        Where nothing is ever scheduled, some steps still serve the quality metrics.
-        """
-        if self._resting is not None:
-            return 2
-        if self.off_reason:
-            return off_rest(self.step_id)
-        return self.planner.rest if self.planner is not None else 0
-
-    def _take_outcomes(self, outcomes: StepOutcomes, resting: bool) -> None:
-        # Nothing is known of drafts behind a stop: to the learner they were never verified.
-        verified, accepted, stamps = outcomes.before_stop, outcomes.accepted, outcomes.stamps
-        found = self._judged.of(outcomes.request_ids)
-        slots = found.slots
-        if found.known is not None:
-            keep = found.known
-            verified, accepted, stamps = verified[keep], accepted[keep], stamps[keep]
-        if resting:
-            self.table.count_emitted(slots, accepted)
-        if resting or not slots.size:
-            return
-        first = int(stamps[0])
-        if (stamps == first).all():
-            self.table.record_outcomes(slots, first, verified, accepted)
-            return
-        for stamp in np.unique(stamps).tolist():
-            of = stamps == stamp
-            self.table.record_outcomes(slots[of], stamp, verified[of], accepted[of])
-
-    def _take_rows(self, report: StepReport) -> None:
-        if report.stamp == 0:
-            return
-        owners, rows = report.owners, report.confidences
-        found = self._drafted.of(report.request_ids)
-        if found.known is not None:
-            owners, rows = owners[found.known], rows[found.known]
-        if found.slots.size:
-            self.table.record_rows(found.slots, owners, report.stamp, rows)

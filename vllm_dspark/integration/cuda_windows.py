@@ -16,6 +16,7 @@ import torch
 
 from vllm_dspark.errors import DSparkError
 from vllm_dspark.integration.device_windows import DeviceWindows
+from vllm_dspark.integration.report import AdmittedDrafts
 from vllm_dspark.kernels.windows import (
     WindowBuffers,
     WindowCalibration,
@@ -109,11 +110,11 @@ class CudaWindows(DeviceWindows):
         self._row_of_slot[idx_mapping] = np.arange(len(idx_mapping), dtype=np.int32)
         self._last_pass = step_id
 
-    def admitted(self) -> Callable[[], dict[str, int]]:
+    def admitted(self) -> Callable[[], AdmittedDrafts]:
         """Read from the copy that was started behind the allocation."""
         assert self._admitted is not None, "no step was allocated"
         (req_ids, counts), self._admitted = self._admitted, None
-        return lambda: dict(zip(req_ids, counts.tolist(), strict=True))
+        return lambda: AdmittedDrafts(req_ids, counts.numpy())
 
     # ---- vLLM's manager interface
 

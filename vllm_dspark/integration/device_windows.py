@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_dspark.integration.report import StepOrder
+from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
 from vllm_dspark.planning.allocation import allocate
 from vllm_dspark.planning.plan import PlanBox, PlanKind, VerifyPlan, request_digest
 from vllm_dspark.planning.survival import acceptance, survival
@@ -77,8 +77,8 @@ class DeviceWindows:
         """Note the rows that the draft pass of `step_id` wrote; logits: [n, K], batch order."""
         raise NotImplementedError
 
-    def admitted(self) -> Callable[[], dict[str, int]]:
-        """Drafts let through in the step just prepared, by request id.
+    def admitted(self) -> Callable[[], AdmittedDrafts]:
+        """Drafts let through in the step just prepared.
 
         What is returned may be called once the step's output has arrived, and not before.
         """
@@ -156,16 +156,16 @@ class HostTensorWindows(DeviceWindows):
     def __init__(self, runner: Any, tp_group: Any) -> None:
         super().__init__(runner, tp_group)
         self._rows = np.zeros((self._width, runner.max_num_reqs), dtype=np.float32)
-        self._admitted: dict[str, int] = {}
+        self._admitted = AdmittedDrafts([], np.zeros(0, dtype=np.int32))
 
     def record(self, step_id: int, idx_mapping: IntArray, logits: torch.Tensor) -> None:
         """Keep the rows, as probabilities; no request has drafts beyond the columns drafted."""
         self._rows[: logits.shape[1], idx_mapping] = torch.sigmoid(logits).numpy().T
         self._row_stamp[idx_mapping] = step_id
 
-    def admitted(self) -> Callable[[], dict[str, int]]:
+    def admitted(self) -> Callable[[], AdmittedDrafts]:
         """Known at once: there is no second truth on a device."""
-        admitted, self._admitted = self._admitted, {}
+        admitted = self._admitted
         return lambda: admitted
 
     def compact_batch(
@@ -203,7 +203,7 @@ class HostTensorWindows(DeviceWindows):
             # Confidences may differ in their last bits between ranks: rank 0 decides.
             shared = torch.from_numpy(admitted)
             admitted = self._tp_group.broadcast(shared, src=0).numpy()
-        self._admitted = dict(zip(req_ids, admitted.tolist(), strict=True))
+        self._admitted = AdmittedDrafts(req_ids, admitted)
         return admitted
 
     def _rank(self, req_ids: list[str], slots: IntArray, num_drafts: IntArray) -> IntArray:

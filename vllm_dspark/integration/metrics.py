@@ -113,7 +113,11 @@ class EngineMetrics:
         plan = order.plan
         if plan is None:
             self._rested_unplanned += 1
-        elif self._rested is not None and self._rested[0].reason is plan.reason:
+        elif (
+            self._rested is not None
+            and self._rested[0].reason is plan.reason
+            and self._rested[0].predicted_tokens == plan.predicted_tokens
+        ):
             self._rested = (self._rested[0], self._rested[1] + 1, self._rested[2] + emitted)
         else:
             self._count_rested()

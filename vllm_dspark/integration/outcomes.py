@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_dspark.integration.line_file import LineFile
-from vllm_dspark.integration.report import StepOrder
+from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
+from vllm_dspark.integration.resting import RestedStep, more_than
 
 Counts = npt.NDArray[np.integer]
 
@@ -53,47 +54,12 @@ class StepOutcomes:
 
 
 def reach(columns: Sequence[Counts], width: int) -> Counts:
-    """[columns, K] how many requests' counts reach each position."""
-    bins = width + 1
-    stacked = np.array(columns)
-    stacked += np.arange(0, len(columns) * bins, bins)[:, None]
-    by_count = np.bincount(stacked.ravel(), minlength=stacked.shape[0] * bins).reshape(-1, bins)
-    reached: Counts = by_count[:, :0:-1].cumsum(axis=1)[:, ::-1]
-    return reached
-
-
-class StepReach:
-    """The five rows of `StepOutcomes.reached` where nobody stopped, at few passes over requests.
-
-    What counts is known from how many requests have which pair (verified, sampled): one histogram
-    of pairs, and a linear map from it to the rows.
-    """
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        verified = np.arange(width + 1)[:, None]
-        accepted = np.minimum(np.arange(-1, width + 1), verified)  # [K + 1, K + 2]
-        judged = np.minimum(verified, accepted + 1)
-        columns = np.stack([np.broadcast_to(verified, accepted.shape), judged, accepted])
-        position = np.arange(width)[:, None]
-        self._map = (columns.reshape(3, 1, -1) > position).reshape(3 * width, -1).astype(np.float64)
-        self._known: tuple[Counts, Counts] | None = None  # drafts and their row, the last ones
-
-    def of(self, drafted: Counts, admitted: Counts, scored: Counts, sampled: Counts) -> Counts:
-        """[5, K] of requests with these counts, [n] each."""
-        pairs = scored * (self.width + 2)
-        pairs = pairs + sampled
-        histogram = np.bincount(pairs, minlength=self._map.shape[1])
-        reached = np.empty((5, self.width), dtype=np.int64)
-        reached[2:] = (self._map @ histogram).reshape(3, -1)
-        reached[1] = reached[2] if admitted is scored else reach((admitted,), self.width)
-        reached[0] = reached[1] if drafted is admitted else self._row(drafted)
-        return reached
-
-    def _row(self, drafted: Counts) -> Counts:
-        if self._known is None or self._known[0] is not drafted:
-            self._known = (drafted, reach((drafted,), self.width))
-        return self._known[1]
+    """[columns, K] how many requests' counts, [n] each, reach each position."""
+    rows: dict[int, list[int]] = {}  # several columns may be one and the same array
+    for column in columns:
+        if id(column) not in rows:
+            rows[id(column)] = more_than(column.astype(np.uint8).tobytes(), width - 1)
+    return np.array([rows[id(column)] for column in columns])
 
 
 def token_counts(model_runner_output: Any) -> Counts:
@@ -114,14 +80,14 @@ class PendingOutcomes:
         scheduler_output: Any,
         model_runner_output: Any,
         order: StepOrder,
-        step_reach: StepReach,
+        width: int,
         counts: Counts,
         places: Counts | None,
         complete: bool = False,
     ) -> None:
-        """counts: before vLLM's update; places: of the order's requests in it, -1 where they are
-        not, complete: all are there (batches.WorkerOrder)."""
-        self._reach = step_reach
+        """width: K; counts: before vLLM's update; places: of the order's requests in it, -1 where
+        they are not, complete: all are there (batches.WorkerOrder)."""
+        self._width = width
         self._order = order
         self._verified: Mapping[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
         self._invalid: Mapping[str, int] = scheduler_output.num_invalid_spec_tokens or {}
@@ -152,7 +118,7 @@ class PendingOutcomes:
     def finish(
         self,
         emitting: AbstractSet[str] | None,
-        on_device: Mapping[str, int] | None,
+        on_device: AdmittedDrafts | None,
         *,
         stopped: bool = True,
     ) -> StepOutcomes | None:
@@ -177,7 +143,7 @@ class PendingOutcomes:
         scheduled = self._scheduled()
         admitted = scheduled
         if on_device is not None:
-            admitted = np.minimum(scheduled, _looked_up(on_device, names, scheduled))
+            admitted = np.minimum(scheduled, self._admitted(on_device, scheduled))
         scored = admitted
         if self._invalid:
             scored = admitted - np.array([self._invalid.get(name, 0) for name in names])
@@ -188,10 +154,8 @@ class PendingOutcomes:
         if emitted is not sampled:
             before_stop = np.where(emitted <= accepted, emitted, scored)
             accepted = np.minimum(accepted, emitted)
-            judged = np.minimum(before_stop, accepted + 1)
-            reached = reach((drafted, admitted, scored, judged, accepted), self._reach.width)
-        else:
-            reached = self._reach.of(drafted, admitted, scored, sampled)
+        judged = np.minimum(before_stop, accepted + 1)
+        reached = reach((drafted, admitted, scored, judged, accepted), self._width)
         return StepOutcomes(
             names,
             drafted=drafted,
@@ -205,6 +169,15 @@ class PendingOutcomes:
             stamps=stamps,
             reached=reached,
         )
+
+    def _admitted(self, on_device: AdmittedDrafts, scheduled: Counts) -> Counts:
+        """[n] drafts that the worker let through; all `scheduled` ones where it says nothing."""
+        if on_device.request_ids == self._output.req_ids:
+            counts = on_device.counts
+            return counts if self._places is None else counts[self._places]
+        found = on_device.by_name()
+        defaults = zip(self.request_ids, scheduled.tolist(), strict=True)
+        return np.array([found.get(name, count) for name, count in defaults])
 
     def _emitted(self) -> Counts:
         """[n] tokens that are left of the sampled ones; the same array if all are."""
@@ -220,16 +193,6 @@ class PendingOutcomes:
             return known if self._rows is None else known[self._rows]
         verified = self._verified
         return np.array([len(verified.get(name, ())) for name in self.request_ids])
-
-
-def _looked_up(counts: Mapping[str, int], names: Sequence[str], default: Counts) -> Counts:
-    """[n] counts by name; `default` where there is none."""
-    found = list(map(counts.get, names))
-    if None in found:
-        return np.array(
-            [n if n is not None else k for n, k in zip(found, default.tolist(), strict=True)]
-        )
-    return np.array(found)
 
 
 class OutcomeTotals:
@@ -250,7 +213,8 @@ class OutcomeTotals:
         self.rows: Counts = np.zeros(1, dtype=np.int64)
         self.emitted: Counts = np.zeros(1, dtype=np.int64)
         self.discarded: Counts = np.zeros(1, dtype=np.int64)
-        self._uniform: dict[int, list[int]] = {}  # by width: requests, then accepted by position
+        # Of steps at rest: requests, then verified, judged and accepted ones by position.
+        self._rested = [0] * (1 + 3 * width)
 
     def add(self, step: StepOutcomes | None) -> None:
         """Add the requests of one step."""
@@ -263,14 +227,10 @@ class OutcomeTotals:
             self.discarded[0] += int(np.add.reduce(step.sampled)) - emitted
         self.steps += 1
 
-    def add_uniform(self, num_rows: int, width: int, accepted: list[int]) -> None:
-        """Add a step of requests that had `width` drafts each verified and did not stop.
-
-        accepted: of them, how many had the draft at each position accepted, [K].
-        """
-        seen = self._uniform.get(width)
-        step = [num_rows, *accepted]
-        self._uniform[width] = step if seen is None else list(map(add, seen, step))
+    def add_rested(self, num_rows: int, rested: RestedStep) -> None:
+        """Add a step of requests that had all K drafts and did not stop."""
+        step = [num_rows, *rested.verified, *rested.judged, *rested.accepted]
+        self._rested = list(map(add, self._rested, step))
         self.steps += 1
 
     def _add(self, num_rows: int, reached: Counts) -> None:
@@ -281,13 +241,14 @@ class OutcomeTotals:
 
     def derive(self) -> None:
         """Bring all sums up to date."""
-        for width, (num_rows, *accepted) in self._uniform.items():
-            full = [num_rows] * width + [0] * (self.num_speculative_tokens - width)
-            # All drafts were verified, so one is judged if the one before it was accepted.
-            judged = [num_rows, *accepted[: width - 1], *full[width:]]
-            self._add(num_rows, np.array([full, full, full, judged, accepted]))
-            self.emitted[0] += num_rows + sum(accepted)
-        self._uniform.clear()
+        num_rows, *reached = self._rested
+        if num_rows:
+            width = self.num_speculative_tokens
+            verified, judged, accepted = np.array(reached, dtype=np.int64).reshape(3, width)
+            drafted = np.full(width, num_rows)
+            self._add(num_rows, np.array([drafted, verified, verified, judged, accepted]))
+            self.emitted[0] += num_rows + int(accepted.sum())
+            self._rested = [0] * len(self._rested)
         positions, windows, rows = self._positions, self._windows, int(self.rows[0])
         np.subtract(positions[0], positions[1], out=positions[2])
         verified = positions[3]

@@ -5,6 +5,7 @@ The engine core puts a `StepOrder` on the scheduler output, the worker of the ou
 pickle, so no channel of ours exists and nothing is waited for.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -92,6 +93,18 @@ class StepOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmittedDrafts:
+    """Drafts that windows on the worker let through in a step, in the order of its batch."""
+
+    request_ids: Sequence[str]
+    counts: IntArray  # [n]
+
+    def by_name(self) -> dict[str, int]:
+        """By request id."""
+        return dict(zip(self.request_ids, self.counts.tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """Worker to engine core, with the output of the step that ends or of a later one.
 
@@ -99,8 +112,8 @@ class StepReport:
     rows are about (owner ids tell a preempted request from its restart); confidences: [m, n]
     float32 raw acceptance probabilities c_k of the n <= K columns that the pass drafted.
     timings: steps whose measured times have become known since the last report.
-    admitted: drafts let through in the step that ends, by request id; None where the engine core
-    decided that itself (host windows, native steps).
+    admitted: drafts let through in the step that ends; None where the engine core decided that
+    itself (host windows, native steps).
     cost_table: JSON of a freshly measured table, once, in the first report that can carry it.
     refused: why this worker executes no trim plans although the config promised it; "" if it does.
     """
@@ -110,7 +123,7 @@ class StepReport:
     owners: npt.NDArray[np.int64]
     confidences: npt.NDArray[np.float32]
     timings: tuple[StepTiming, ...] = ()
-    admitted: dict[str, int] | None = None
+    admitted: AdmittedDrafts | None = None
     cost_table: str | None = None
     refused: str = ""
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_dspark.integration.report import StepOrder, StepReport
+from vllm_dspark.integration.report import AdmittedDrafts, StepOrder, StepReport
 from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
 from vllm_dspark.planning.plan import owner_id
 
@@ -190,7 +190,7 @@ class StepReporter:
     def report(
         self,
         timings: tuple[StepTiming, ...],
-        admitted: Callable[[], dict[str, int]] | None,
+        admitted: Callable[[], AdmittedDrafts] | None,
     ) -> StepReport:
         """What is known when the step's output has arrived.
 

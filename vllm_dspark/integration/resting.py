@@ -1,17 +1,18 @@
 """Steps that repeat a settled decision about an unchanged batch, without a look at its requests.
 
-Where full windows have been best for many steps, or nothing is ever scheduled, most steps need
-nothing of ours: vLLM schedules what it would by itself, and what comes back is only counted. At 256
-requests a single pass over them in Python costs as much as planning, so a resting step makes none:
-that the batch is the expected one is seen from its list, its size and its sum of tokens. What has
-been left out (stamps of drafts, tokens that remain) is made up for when the rest ends.
+Where full windows have been best for many steps, where a budget that devices spread has been found
+the right one again, or nothing is ever scheduled, most steps need nothing of ours: vLLM schedules
+what it would by itself, and what comes back is only counted. At 256 requests a single pass over
+them in Python costs as much as planning, so a resting step makes none: that the batch is the
+expected one is seen from its list, its size and its sum of tokens. What has been left out (stamps
+of drafts, tokens that remain) is made up for when the rest ends.
 
 Nobody looks whether a request still has its drafts, so rest is only begun while none can run out of
 tokens; vLLM would then cut them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from vllm_dspark.integration.report import StepOrder
 from vllm_dspark.planning.lookup import SlotLookup
-from vllm_dspark.planning.plan import PlanKind, VerifyPlan
+from vllm_dspark.planning.plan import PlanKind
 from vllm_dspark.planning.planner import Planner
 from vllm_dspark.planning.survival import stamp_next
 from vllm_dspark.planning.table import RequestTable
@@ -42,22 +43,24 @@ def off_rest(step_id: int) -> int:
 class RestingBatch:
     """Requests that rest: all that run, with `width` drafts each, for at most `steps` steps more.
 
-    running: the scheduler's list as it was; version: of the request table; planner: whose decision,
-    `plan`, is repeated, None where there is none; stamp: draft pass that made the drafts at hand;
-    done: steps rested so far.
+    running: the scheduler's list as it was; model: the order that the others are like; version: of
+    the request table; planner: whose decision is repeated, None where there is none; stamp: draft
+    pass that made the drafts at hand; done: steps rested so far; worker_ids: requests in the
+    worker's order, known with the first step that comes back; lengths: of each such step, the
+    tokens that each of them emitted.
     """
 
     running: list[Any]
-    request_ids: list[str]
+    model: StepOrder
     slots: SlotArray
-    num_drafts: IntArray
     width: int
     version: int
     planner: Planner | None
-    plan: VerifyPlan | None
     stamp: int
     steps: int
     done: int = 0
+    worker_ids: Sequence[str] | None = None
+    lengths: list[bytes] = field(default_factory=list)
 
     @staticmethod
     def begin(
@@ -83,17 +86,13 @@ class RestingBatch:
         if steps <= 0:
             return None
         return RestingBatch(
-            list(running),
-            order.request_ids,
-            slots,
-            drafts,
-            width,
-            version,
-            planner,
-            order.plan,
-            order.step_id,
-            steps,
+            list(running), order, slots, width, version, planner, order.step_id, steps
         )
+
+    @property
+    def request_ids(self) -> list[str]:
+        """In scheduler order."""
+        return self.model.request_ids
 
     @property
     def size(self) -> int:
@@ -107,13 +106,20 @@ class RestingBatch:
 
     def order(self, step_id: int) -> StepOrder:
         """The order of its next step."""
+        model = self.model
+        stamps = np.empty(self.size, dtype=np.int32)
+        stamps.fill(self.stamp)
         return StepOrder(
             step_id,
-            replace(self.plan, step_id=step_id) if self.plan is not None else None,
-            self.request_ids,
-            self.num_drafts,
-            np.full(self.size, self.stamp, dtype=np.int32),
-            num_scheduled=self.num_drafts,
+            replace(model.plan, step_id=step_id) if model.plan is not None else None,
+            model.request_ids,
+            model.num_drafts,
+            stamps,
+            model.ranking,
+            model.sampled,
+            model.floors,
+            model.ceilings,
+            num_scheduled=model.num_drafts,
             at_rest=True,
         )
 
@@ -132,6 +138,19 @@ class RestingBatch:
         self.stamp = step_id
         self.done += 1
 
+    def ran_in_order(self, worker_ids: Sequence[str]) -> bool:
+        """Whether a step that came back lists the requests as the steps of this rest before it."""
+        if self.worker_ids is None:
+            self.worker_ids = list(worker_ids)
+            return True
+        return worker_ids == self.worker_ids
+
+    def emitted(self) -> IntArray:
+        """[n] tokens of all steps that came back, in the worker's order."""
+        steps = np.frombuffer(b"".join(self.lengths), dtype=np.uint8).reshape(-1, self.size)
+        emitted: IntArray = steps.sum(axis=0, dtype=np.int64)
+        return emitted
+
 
 class RestingSteps:
     """The conductor's part of it; it has what is declared here."""
@@ -142,14 +161,13 @@ class RestingSteps:
     _recorder: Any
     _draft_stamp: npt.NDArray[np.int32]  # by slot
     _scheduled: SlotLookup
+    _rested: SlotLookup
+    device_windows: bool
     _resting: RestingBatch | None = None
 
     @property
     def off_reason(self) -> str:
         """Why nothing is scheduled in this engine."""
-        raise NotImplementedError
-
-    def _remaining(self, request: Any) -> int:
         raise NotImplementedError
 
     def rest(self, running: Sequence[Any], num_waiting: int, has_room: bool) -> StepOrder | None:
@@ -209,7 +227,9 @@ class RestingSteps:
         steps = 0
         if planner is None:
             steps = off_rest(stamp_next(order.step_id)) - 1 if self.off_reason else 0
-        elif plan is not None and plan.kind is PlanKind.NATIVE:
+        elif plan is not None and (
+            plan.kind is PlanKind.NATIVE or (plan.kind is PlanKind.TRIM and self.device_windows)
+        ):
             steps = planner.rest_ahead
         if steps <= 0 or order.num_scheduled is None:
             return
@@ -229,16 +249,51 @@ class RestingSteps:
         if batch.planner is not None:
             batch.planner.repeated(batch.done)
         self._draft_stamp[batch.slots] = batch.stamp
-        left = [self._remaining(request) for request in batch.running]
-        if batch.version == self.table.version:
-            self.table.set_remaining(batch.slots, np.array(left, dtype=np.int64))
+        if batch.worker_ids is not None and batch.lengths and batch.version == self.table.version:
+            # Of each step one token is the target's own.
+            accepted = batch.emitted() - len(batch.lengths)
+            slots = self._rested.of(batch.worker_ids).slots
+            self.table.count_emitted(slots, accepted, steps=len(batch.lengths))
 
 
-def accepted_by_position(num_sampled: bytes, num_positions: int) -> list[int]:
-    """[K] requests that accepted the draft at each position; num_sampled: tokens of each."""
-    reached = [0] * num_positions
+@dataclass(frozen=True, slots=True)
+class RestedStep:
+    """Requests whose verified, judged and accepted drafts reach a position, [K] each.
+
+    Of a step of requests that had all their drafts and did not stop; no drafts were invalid.
+    """
+
+    verified: list[int]
+    judged: list[int]
+    accepted: list[int]
+
+    @staticmethod
+    def native(sampled: bytes, width: int) -> "RestedStep":
+        """All drafts were verified; sampled: tokens of each request."""
+        num_rows = len(sampled)
+        accepted = more_than(sampled, width)[1:]
+        # A draft is judged if the one before it was accepted.
+        return RestedStep([num_rows] * width, [num_rows, *accepted[:-1]], accepted)
+
+    @staticmethod
+    def trimmed(sampled: bytes, admitted: IntArray, width: int) -> "RestedStep":
+        """Drafts that the worker let through were verified, [n] in the order of `sampled`."""
+        tokens = np.frombuffer(sampled, dtype=np.uint8)
+        verified = admitted.astype(np.uint8)
+        accepted = np.minimum(tokens - 1, verified)
+        judged = np.minimum(tokens, verified)
+        counts = (more_than(each.tobytes(), width - 1) for each in (verified, judged, accepted))
+        return RestedStep(*counts)
+
+
+def more_than(numbers: bytes, most: int) -> list[int]:
+    """[most + 1] how many of the numbers are above 0, 1, ..., `most`; none is above most + 1.
+
+    In bytes they are counted faster than in anything else that holds small numbers.
+    """
+    found = [0] * (most + 1)
     total = 0
-    for position in range(num_positions, 0, -1):
-        total += num_sampled.count(position + 1)
-        reached[position - 1] = total
-    return reached
+    for number in range(most, -1, -1):
+        total += numbers.count(number + 1)
+        found[number] = total
+    return found

@@ -17,11 +17,16 @@ from vllm_dspark.integration.outcomes import (
     OutcomeLog,
     OutcomeTotals,
     PendingOutcomes,
-    StepReach,
 )
 from vllm_dspark.integration.pipeline import PipelineSchedulerMixin
-from vllm_dspark.integration.report import StepOrder, attach_order, order_of, report_of
-from vllm_dspark.integration.resting import accepted_by_position
+from vllm_dspark.integration.report import (
+    StepOrder,
+    StepReport,
+    attach_order,
+    order_of,
+    report_of,
+)
+from vllm_dspark.integration.resting import RestedStep
 from vllm_dspark.integration.scheduled_step import ScheduledStep, StepOutlook
 from vllm_dspark.integration.startup import (
     require_schedulable,
@@ -62,7 +67,6 @@ class DSparkSchedulerMixin:
         self._corrections = Corrections()
         self._drafting = DraftingLookup()
         self._worker_order = WorkerOrder()
-        self._step_reach = StepReach(width)
         self.dspark_metrics = EngineMetrics.of_engine(
             self.vllm_config, options, self.conductor, self.dspark_totals
         )
@@ -179,15 +183,17 @@ class DSparkSchedulerMixin:
         # vLLM shortens the lists of sampled tokens in place where a request stops. As bytes, since
         # those are made, searched and counted faster than anything else that holds small numbers.
         lengths = bytes(map(len, model_runner_output.sampled_token_ids))
-        resting = order.at_rest and self._rests(scheduler_output, order, lengths)
+        report = report_of(model_runner_output)
+        resting = order.at_rest and self._rests(
+            scheduler_output, model_runner_output, order, lengths, report
+        )
         self._corrections.begin(self, () if resting else order.request_ids)
         before = len(self.running), len(self.waiting)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         # Whoever stops leaves the running requests, or the waiting ones if it was preempted.
         stopped = (len(self.running), len(self.waiting)) != before
-        report = report_of(model_runner_output)
         if resting and not stopped:
-            self._count_rested(order, lengths)
+            self._count_rested(order, lengths, report)
             if report is not None:
                 self.conductor.learn(report, None)
             return outputs
@@ -199,7 +205,7 @@ class DSparkSchedulerMixin:
             scheduler_output,
             model_runner_output,
             order,
-            self._step_reach,
+            self.num_spec_tokens,
             np.frombuffer(lengths, dtype=np.uint8).astype(np.int64),
             places,
             where.complete,
@@ -214,28 +220,43 @@ class DSparkSchedulerMixin:
             self._outcome_log.write(order.step_id, outcomes)
         return outputs
 
-    def _rests(self, scheduler_output: Any, order: StepOrder, lengths: bytes) -> bool:
+    def _rests(
+        self,
+        scheduler_output: Any,
+        model_runner_output: Any,
+        order: StepOrder,
+        lengths: bytes,
+        report: StepReport | None,
+    ) -> bool:
         """Whether outcomes need not be looked at one by one, unless a request stops."""
-        batch = self.conductor.resting_batch()
+        batch, ids = self.conductor.resting_batch(), model_runner_output.req_ids
+        if order.ranking is not None and (
+            report is None or report.admitted is None or report.admitted.request_ids != ids
+        ):
+            return False  # who had which drafts verified is to be found out
         return (
             batch is not None
             and batch.request_ids is order.request_ids
             and len(self.running) == len(lengths) == batch.size
+            and batch.ran_in_order(ids)
             and 0 not in lengths
             and not scheduler_output.num_invalid_spec_tokens
             and self._outcome_log is None
             and not per_request(self)
         )
 
-    def _count_rested(self, order: StepOrder, lengths: bytes) -> None:
-        """Totals of a step in which all drafts of all requests were verified and nobody stopped."""
-        num_rows, num_positions = len(lengths), self.num_spec_tokens
-        width = int(order.num_drafts[0])
-        accepted = accepted_by_position(lengths, num_positions)
-        verified = [num_rows] * width + [0] * (num_positions - width)
-        self._corrections.fill(num_rows, verified, accepted)
-        self.dspark_totals.add_uniform(num_rows, width, accepted)
-        self.dspark_metrics.step_at_rest(order, num_rows + sum(accepted))
+    def _count_rested(self, order: StepOrder, lengths: bytes, report: StepReport | None) -> None:
+        """Totals of a step at rest, in which nobody stopped."""
+        batch = self.conductor.resting_batch()
+        if batch is not None:
+            batch.lengths.append(lengths)
+        if order.ranking is not None and report is not None and report.admitted is not None:
+            step = RestedStep.trimmed(lengths, report.admitted.counts, self.num_spec_tokens)
+        else:
+            step = RestedStep.native(lengths, self.num_spec_tokens)
+        self._corrections.fill(step.verified[0], step.verified, step.accepted)
+        self.dspark_totals.add_rested(len(lengths), step)
+        self.dspark_metrics.step_at_rest(order, len(lengths) + sum(step.accepted))
 
     def make_spec_decoding_stats(
         self, spec_decoding_stats: Any, *, request_id: str, **counts: Any

@@ -31,6 +31,7 @@ _CRITICAL = 0.5
 class DrainWatch:
     """Tells draining batches from ones that are being refilled."""
 
+    shrunk: bool = False  # the batch is draining as soon as nothing waits
     _largest: int = 0  # batch size since a request last arrived
 
     def update(self, num_requests: int, num_arrived: int, num_waiting: int) -> bool:
@@ -38,7 +39,8 @@ class DrainWatch:
         if num_arrived > 0:
             self._largest = num_requests
         self._largest = max(self._largest, num_requests)
-        return num_waiting == 0 and num_requests <= _SHRUNK * self._largest
+        self.shrunk = num_requests <= _SHRUNK * self._largest
+        return num_waiting == 0 and self.shrunk
 
 
 def delay_ms(

@@ -78,11 +78,16 @@ class Planner:
 
     @property
     def rest_ahead(self) -> int:
-        """Coming steps that may repeat a native decision unseen; then tell `repeated`."""
-        return self._repetition.rest_ahead if self.options.lazy else 0
+        """Coming steps that may repeat the last decision unseen; then tell `repeated`.
+
+        It must be a native one, or one whose windows are set on the device.
+        """
+        if not self.options.lazy or (self.selector.kind is PlanKind.TRIM and self._drain.shrunk):
+            return 0
+        return self._repetition.rest_ahead
 
     def repeated(self, steps: int) -> None:
-        """The last decision, a native one, was carried out in so many steps more."""
+        """The last decision was carried out in so many steps more."""
         self._repetition.skip(steps)
 
     def plan(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:

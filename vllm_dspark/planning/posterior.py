@@ -106,6 +106,11 @@ class AcceptancePosterior:
         self._own[:, :, slot] = 0.0
         self._residual[slot] = self._count[slot] = 0.0
 
+    @property
+    def priors(self) -> FloatArray:
+        """Shared conditional acceptance of both classes, [2, K]; new ones are a new array."""
+        return self._prior
+
     def prior(self, sampled: bool) -> FloatArray:
         """Shared conditional acceptance per position, [K], of one request class."""
         prior: FloatArray = self._prior[int(sampled)]

@@ -8,6 +8,8 @@ batch: it serves n // 64 more steps, three at most, because by then planning is 
 decides from (outcomes of some twenty steps) has hardly moved. Rows about the very drafts to be
 verified, which greedy requests may use, would be wasted by that, so with host windows steps that
 have some are planned anew; on the device they count in any case, and the budget alone is repeated.
+So there a decision that stays about the same when it is worked out again, for the same requests,
+serves twice as long, and once more twice.
 """
 
 from dataclasses import replace
@@ -27,11 +29,19 @@ _PERIODS = ((256, 64), (64, 32), (0, 8))
 _AWAKE = 8  # steps before a planned one that are learned from, half the period if that is less
 _LAZY_REQUESTS = 64  # a trimmed batch of so many requests serves one more step per so many
 _MOST_REPEATS = 3
+# On the device: a budget that moved by at most one in so many of all drafts is the same decision,
+_STEADY = 32
+_MOST_DOUBLINGS = 2  # and so often what it serves is doubled.
 
 
 def period(streak: int) -> int:
     """Steps from one planned native step to the next after `streak` native decisions."""
     return next(steps for least, steps in _PERIODS if streak >= least)
+
+
+def same_array(one: OwnerArray, other: OwnerArray) -> bool:
+    """Whether both hold the same; seldom looked into, since unchanged batches share arrays."""
+    return one is other or np.array_equal(one, other)
 
 
 class Repetition:
@@ -42,6 +52,8 @@ class Repetition:
         self._native_streak = 0
         self._owner: OwnerArray | None = None  # requests of a trimmed plan that may serve again
         self._left = 0  # steps that it may serve yet
+        self._decided: tuple[OwnerArray, int] | None = None  # requests and budget of such a plan
+        self._doublings = 0
         self._offer: VerifyPlan | None = None  # what `again` said last
         self._seen: tuple[OwnerArray, IntArray] | None = None  # batch of the last native repeat
 
@@ -58,18 +70,23 @@ class Repetition:
 
     @property
     def rest_ahead(self) -> int:
-        """Coming steps that would be repeats of a native decision and of which nothing is needed.
+        """Coming steps that would be repeats and of which nothing is needed.
 
         Not the last one before outcomes are learned from again: its rows pair with those.
         """
+        if self._owner is not None:
+            return max(self._left - 3, 0)
         streak = self._native_streak
         if streak < _LAZY_AFTER or streak % period(streak) == 0:
             return 0
         return max(self._native_rest(streak + 1) - 1, 0)
 
     def skip(self, steps: int) -> None:
-        """The native decision was repeated in so many steps without `again`."""
-        self._native_streak += steps
+        """The last decision was repeated in so many steps without `again`."""
+        if self._owner is not None:
+            self._left -= steps
+        else:
+            self._native_streak += steps
 
     @staticmethod
     def _native_rest(streak: int) -> int:
@@ -88,13 +105,30 @@ class Repetition:
             self._left = max(self._left - 1, 0)
         else:
             self._owner, self._left, self._seen = None, 0, None
+            if plan.kind is not PlanKind.TRIM:
+                self._decided = None
 
     def allow(self, plan: VerifyPlan, batch: RequestBatch, incomplete: bool) -> None:
         """The plan just noted was worked out for `batch`; incomplete: drafts were missing."""
         repeats = min(batch.owner.size // _LAZY_REQUESTS, _MOST_REPEATS)
         wasted = batch.fresh and bool(plan.windows)
+        before, self._decided = self._decided, None
         if plan.kind is PlanKind.TRIM and repeats and not (incomplete or wasted):
-            self._owner, self._left = batch.owner, repeats
+            steady = not plan.windows and self._confirms(before, plan, batch.owner)
+            self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS) if steady else 0
+            self._decided = (batch.owner, plan.budget)
+            self._owner = batch.owner
+            self._left = ((repeats + 1) << self._doublings) - 1
+
+    @staticmethod
+    def _confirms(
+        before: tuple[OwnerArray, int] | None, plan: VerifyPlan, owner: OwnerArray
+    ) -> bool:
+        """Whether `plan` decides about `owner` what was decided `before`."""
+        if before is None or not same_array(owner, before[0]):
+            return False
+        moved = abs(plan.budget - before[1])
+        return moved * _STEADY <= plan.num_requests * plan.num_positions
 
     def again(self, step_id: int, owner: OwnerArray, num_drafts: IntArray) -> VerifyPlan | None:
         """The last plan for the step at hand, or None if that must be planned.
@@ -113,12 +147,10 @@ class Repetition:
             if streak < _LAZY_AFTER or streak % period(streak) == 0:
                 return None
             return self._native(last, step_id, owner, num_drafts)
+        if not self._left or self._owner is None or not same_array(owner, self._owner):
+            return None
         full = int(np.add.reduce(num_drafts)) == owner.size * last.num_positions
-        if not full or not self._left or self._owner is None:
-            return None
-        if not np.array_equal(owner, self._owner):
-            return None
-        return replace(last, step_id=step_id)
+        return replace(last, step_id=step_id) if full else None
 
     def _native(
         self, last: VerifyPlan, step_id: int, owner: OwnerArray, num_drafts: IntArray

@@ -115,6 +115,7 @@ class RequestTable:
         self._num_outcomes = 0
         self._due = False  # the last outcomes are to be paired with rows that may not be here yet
         self._views: dict[int, _View] = {}  # by identity of a slot array
+        self._ranking: RankingParameters | None = None
         self._slot_of: dict[str, int] = {}
         self._free: list[int] = []
         self._state: SlotArray = np.zeros((len(_FIELDS), 0), dtype=np.int64)
@@ -219,9 +220,11 @@ class RequestTable:
         return self._view(slots).owner
 
     def ranking_parameters(self) -> RankingParameters:
-        """Current parameters for `survival.acceptance` on a device."""
-        prior = np.stack([self.posterior.prior(False), self.posterior.prior(True)])
-        return RankingParameters(self.online.calibration, prior)
+        """Current parameters for `survival.acceptance` on a device; the same ones if unchanged."""
+        calibration, prior, known = self.online.calibration, self.posterior.priors, self._ranking
+        if known is None or known.calibration is not calibration or known.prior is not prior:
+            self._ranking = known = RankingParameters(calibration, prior)
+        return known
 
     def record_rows(
         self,
@@ -248,10 +251,6 @@ class RequestTable:
         if self._due:
             self._pair(slots)
 
-    def set_remaining(self, slots: SlotArray, remaining: IntArray) -> None:
-        """Overrule what is left to generate, where the engine knows better."""
-        self._state[_REMAINING, slots] = remaining
-
     def remaining(self, slots: SlotArray) -> SlotArray:
         """Tokens left to generate at most, [n]."""
         left: SlotArray = self._state[_REMAINING].take(slots)
@@ -262,11 +261,11 @@ class RequestTable:
         ends: BoolArray = self._state[_REMAINING].take(slots) <= num_drafts
         return ends
 
-    def count_emitted(self, slots: SlotArray, accepted: IntArray) -> None:
-        """Take what a step emitted off what remains, without learning from it."""
+    def count_emitted(self, slots: SlotArray, accepted: IntArray, steps: int = 1) -> None:
+        """Take what steps emitted off what remains, without learning from it; [n] accepted."""
         left = self._state[_REMAINING].take(slots)
         left -= accepted
-        left -= 1
+        left -= steps
         self._state[_REMAINING][slots] = np.maximum(left, 0, out=left)
 
     def record_outcomes(

@@ -3,7 +3,7 @@
 Each entry closes over the stamp of this folder's sources; jit.py says why.
 """
 
-from vllm_dspark.simulation.core import learner, planner, policies, ranking, world
+from vllm_dspark.simulation.core import learner, planner, policies, ranking, repetition, world
 from vllm_dspark.simulation.core.jit import entry, inner, source_stamp
 from vllm_dspark.simulation.core.state import (
     ALIVE,
@@ -87,7 +87,7 @@ def _ours(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
         w.batch[TAKEN],
     )
     may_repeat = drafts == width and (o.device or not fresh)
-    planner.allow(p, d, n, may_repeat, plan, w.batch[ORDER], owners, w.batch[TAKEN])
+    repetition.allow(p, o, d, n, width, may_repeat, plan, w.batch[ORDER], owners, w.batch[TAKEN])
     if o.device and plan.kind == TRIM:
         _spread(w, x, p, d, n, width, plan.budget)
     return plan
@@ -130,7 +130,7 @@ def _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
 @inner
 def _learn(w, x, p, load, t, d, n, stamp):
     """Conductor.learn: outcomes first, then the rows that have arrived."""
-    rest = planner.rest(p, d)
+    rest = repetition.rest(p, d)
     if rest:
         learner.count_emitted(x, d, w.batch[ORDER], n, w.batch[PASSED])
     elif n:

@@ -9,8 +9,8 @@ import numpy as np
 
 from vllm_dspark.planning import budget as budgets
 from vllm_dspark.planning import drain, hysteresis
-from vllm_dspark.planning import repeat as repeat_rules
 from vllm_dspark.planning.plan import Reason
+from vllm_dspark.simulation.core import repetition
 from vllm_dspark.simulation.core.costs import (
     between,
     cell,
@@ -23,6 +23,7 @@ from vllm_dspark.simulation.core.jit import inner
 from vllm_dspark.simulation.core.ranking import admit, gain, rank, survive, total_gain
 from vllm_dspark.simulation.core.state import (
     ALIVE,
+    DECIDED_SIZE,
     KIND,
     LARGEST,
     LAST_KIND,
@@ -60,8 +61,6 @@ _NO_DRAFTS, _SKIP_GAIN = _CODE[Reason.NO_DRAFTS], _CODE[Reason.SKIP_GAIN]
 _SKIP_LEFTOVER = _CODE[Reason.SKIP_LEFTOVER]
 _PROBE_DRAFT, _PROBE_VERIFY = _CODE[Reason.PROBE_DRAFT], _CODE[Reason.PROBE_VERIFY]
 
-_LAZY_AFTER, _AWAKE, _PERIODS = repeat_rules._LAZY_AFTER, repeat_rules._AWAKE, repeat_rules._PERIODS
-_LAZY_REQUESTS, _MOST_REPEATS = repeat_rules._LAZY_REQUESTS, repeat_rules._MOST_REPEATS
 _NUM_CANDIDATES = budgets._NUM_CANDIDATES
 _ROUNDING = hysteresis._ROUNDING
 _SHRUNK, _CRITICAL = drain._SHRUNK, drain._CRITICAL
@@ -76,16 +75,6 @@ def draining(p: Planner, d: int, n: int, arrived: int, waiting: int) -> bool:
         s[LARGEST] = n
     s[LARGEST] = max(s[LARGEST], n)
     return waiting == 0 and n <= _SHRUNK * s[LARGEST]
-
-
-@inner
-def _period(streak: int) -> int:
-    """repeat.period."""
-    steps = 0
-    for least, length in _PERIODS:
-        if streak >= least:
-            steps = max(steps, length)  # periods grow with what they need
-    return steps
 
 
 @inner
@@ -106,7 +95,7 @@ def shortcut(
         return False
     if s[LAST_KIND] == NATIVE:
         streak = s[NATIVE_STREAK]
-        if streak < _LAZY_AFTER or streak % _period(streak) == 0:
+        if streak < repetition.LAZY_AFTER or streak % repetition.period(streak) == 0:
             return False
     else:
         if not s[REPEATABLE] or not full:
@@ -137,30 +126,6 @@ def repeat(p: Planner, d: int, n: int, drafts: int, out):
 
 
 @inner
-def allow(p: Planner, d: int, n: int, may_repeat: bool, decision, order, owners, drafts):
-    """Repetition.allow: a trimmed plan of a large batch serves some more steps."""
-    if decision.kind != TRIM or not decision.draft_next or not may_repeat or n < _LAZY_REQUESTS:
-        return
-    p.state[d, REPEATABLE] = min(n // _LAZY_REQUESTS, _MOST_REPEATS)
-    for i in range(n):
-        p.last[d, 0, i] = owners[order[i]] + 1
-        p.last[d, 1, i] = drafts[i]
-
-
-@inner
-def rest(p: Planner, d: int) -> int:
-    """Repetition.rest: steps from now on that repeat a decision."""
-    if p.state[d, REPEATABLE] > 0:
-        return p.state[d, REPEATABLE] - 1
-    streak = p.state[d, NATIVE_STREAK]
-    if streak < _LAZY_AFTER:
-        return 0
-    length = _period(streak)
-    place = streak % length
-    return max(length - min(_AWAKE, length // 2) - place + 1, 0) if place else 0
-
-
-@inner
 def _note(s, n: int, decision: Decision):
     """Planner._finish: advance what depends on the plan that was made."""
     s[PROBING] = int(decision.reason == _PROBE_DRAFT)
@@ -169,6 +134,8 @@ def _note(s, n: int, decision: Decision):
     s[NATIVE_STREAK] = s[NATIVE_STREAK] + 1 if settled else 0
     s[LAST_SIZE], s[LAST_REASON], s[LAST_KIND] = n, decision.reason, decision.kind
     s[REPEATABLE] = 0
+    if decision.kind != TRIM:
+        s[DECIDED_SIZE] = 0
 
 
 @inner
