@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.cli.test_report import report
+from vllm_dspark import __version__
 from vllm_dspark.cli import demo, exits, serve
 from vllm_dspark.cli.main import app
 from vllm_dspark.demo.client import ServerError
@@ -182,3 +183,9 @@ def test_signals_unwind_the_demo(number: signal.Signals) -> None:
     assert left.value.code == 128 + number
     assert cleaned
     assert signal.getsignal(number) is before
+
+
+def test_the_version_by_the_usual_flag() -> None:
+    """Catches a command that cannot be asked for its version the way all others can."""
+    found = run("--version")
+    assert (found.exit_code, found.output) == (0, f"vllm-dspark {__version__}\n")

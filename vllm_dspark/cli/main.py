@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from vllm_dspark import __version__
 from vllm_dspark.cli import measuring_commands as measuring
 from vllm_dspark.cli.doctor import cli as doctor_cli
 from vllm_dspark.cli.exits import EXIT_USAGE, fail
@@ -30,6 +31,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"vllm-dspark {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _group(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the plugin's version."
+        ),
+    ] = False,
+) -> None:
+    """DSpark speculative decoding for vLLM."""
 
 
 @app.command(
