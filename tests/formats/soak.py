@@ -6,10 +6,11 @@
 
 Starts two engines one after the other: one without speculation and with room, which says what each
 greedy request of a pool has to answer, then the one under test. Prints a JSON report and exits
-with 1 when anything leaked, stuck or came out wrong. `--control` runs the same requests without
-speculation (vLLM's own V2 runner), which says how much memory is vLLM's. `--kernels-kept` lowers the
-1024 matrix products that oneDNN keeps compiled, one for every number of rows of every shape of
-weights: nearly all that a process grows by is theirs.
+with 1 when anything leaked, stuck or came out wrong.
+
+`--control` runs the same requests without speculation (vLLM's own V2 runner): what grows there is
+vLLM's. `--kernels-kept` lowers the 1024 matrix products that oneDNN keeps compiled, one for every
+number of rows of every shape of weights, which is what a process grows by.
 """
 
 import argparse
