@@ -134,10 +134,16 @@ def repeated_prompts_and_shared_prefixes(stage: Stage) -> list[Answer]:
 
 @scenario
 def late_arrivals(stage: Stage) -> list[Answer]:
-    """Catches steps that mix prefills with verification (other offsets than pure decode)."""
+    """Catches steps that mix prefills with verification (other offsets than pure decode).
+
+    A one-token prompt that joins running requests gets K slots for drafts it does not have (vLLM
+    keeps batches uniform); penalties must not count them.
+    """
     arrivals = {
         f"late-{i}": (2 * i, prompt, params(30)) for i, prompt in enumerate(stage.prompts[:8])
     }
+    penalised = params(30, repetition_penalty=1.3, frequency_penalty=0.4)
+    arrivals["late-one"] = (9, stage.prompts[0], penalised)
     finished = drive(stage.llm, arrivals, {})
     return [a for request_id in arrivals for a in answers(finished[request_id])]
 

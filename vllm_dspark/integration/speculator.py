@@ -135,7 +135,7 @@ class DSparkProposer(StockSpeculator):
         """Ids that can be drafted; a drafter may know more than the target."""
         config = self.draft_model_config.hf_config
         known = int(getattr(config, "draft_vocab_size", None) or config.vocab_size)
-        return min(known, self.vocab_size)
+        return min(known, int(self.vocab_size))
 
     def _use_head(self, head: DraftHead) -> None:
         """Draft with this head from now on."""
