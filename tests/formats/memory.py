@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 MIB = 2**20
 
@@ -20,7 +20,7 @@ MIB = 2**20
 class _MallInfo(ctypes.Structure):
     """glibc's struct mallinfo2 (malloc.h), all size_t."""
 
-    _fields_ = [
+    _fields_: ClassVar = [
         (name, ctypes.c_size_t)
         for name in (
             "arena", "ordblks", "smblks", "hblks", "hblkhd",

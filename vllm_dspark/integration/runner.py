@@ -222,13 +222,13 @@ class DSparkRunnerMixin(SeededSampling):
                 reporter.record_rows(order, input_batch, logits)
             if self._windows is not None:
                 self._windows.record(order.step_id, input_batch.idx_mapping_np, logits)
-        trimmed = self._windows is not None and self.adaptive_verification is not None
-        if order.at_rest and not trimmed and not reporter.has_news:
+        trimmed = self._windows if self.adaptive_verification is not None else None
+        if order.at_rest and trimmed is None and not reporter.has_news:
             return output
         if reporter.clock is not None:
             reporter.clock.draft_ms = speculator.draft_ms
             reporter.clock.draft_width = order.draft_width
-        admitted = self._windows.admitted() if trimmed else None
+        admitted = None if trimmed is None else trimmed.admitted()
         timings = reporter.timings(input_batch)
         if isinstance(output, AsyncModelRunnerOutput):
             return ReportedOutput(output, lambda: reporter.report(timings, admitted))
