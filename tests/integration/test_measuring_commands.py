@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.support.engines import DEFAULTS, ENGINE_ENVIRONMENT, dspark, engine, scheduler_of
+from tests.support.engines import (
+    DEFAULTS,
+    ENGINE_ENVIRONMENT,
+    dspark,
+    engine,
+    runner_of,
+    scheduler_of,
+)
 from tests.support.pairs import Pair, PairSpec
 from tests.support.patience import PATIENCE_S
 from tests.support.ray_cluster import local_ray
@@ -23,6 +30,8 @@ from vllm_dspark.cli.replicas import ProfileReplica
 from vllm_dspark.cli.spread import RayPlace
 from vllm_dspark.errors import EngineError
 from vllm_dspark.integration import profiling
+from vllm_dspark.integration.offline import describe_arguments
+from vllm_dspark.integration.startup import live_fingerprint
 from vllm_dspark.planning.quality import PositionQuality
 
 pytestmark = pytest.mark.engine
@@ -137,6 +146,27 @@ def test_two_ray_replicas_measure_what_one_process_measures(
     assert len(two.replica_cost) == 2, "one of the replicas measured nothing"
     assert (two.num_cells, two.restarts) == (one.num_cells, 0)
     assert two.paths == one.paths
+
+
+def test_building_the_drafter_does_not_change_the_fingerprint(pair: Pair, cache: Path) -> None:
+    """Catches a table that a worker keeps under a name that the engine core, in another process,
+    does not look for: classes of vLLM's write into the config that they are built from.
+    """
+    file = pair.drafter / "config.json"
+    config = json.loads(file.read_text())
+    plain = {key: value for key, value in config.items() if key != "draft_vocab_size"}
+    file.write_text(json.dumps(plain))
+    try:
+        before = describe_arguments(arguments(pair))["fingerprint"]
+        speculative = dspark(pair.drafter, {"scheduling": False}, num_speculative_tokens=7)
+        with engine(pair.target, speculative) as llm:
+            built = runner_of(llm).vllm_config
+            drafter = built.speculative_config.draft_model_config.hf_config
+            assert drafter.draft_vocab_size == config["vocab_size"], "vLLM no longer writes it"
+            after = live_fingerprint(built)
+    finally:
+        file.write_text(json.dumps(config))
+    assert after.drafter_hash == before["drafter_hash"]
 
 
 def test_an_engine_that_does_not_start_is_one_error(pair: Pair, cache: Path) -> None:

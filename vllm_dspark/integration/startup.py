@@ -201,7 +201,7 @@ def live_fingerprint(vllm_config: Any) -> Fingerprint:
         vllm=vllm_version(),
         plugin=vllm_dspark.__version__,
         model_hash=_config_hash(model),
-        drafter_hash=_config_hash(draft),
+        drafter_hash=_config_hash(draft, is_drafter=True),
         quantization=str(model.quantization or ""),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
@@ -247,9 +247,13 @@ def describe_config(vllm_config: Any, options: DSparkConfig) -> dict[str, Any]:
     }
 
 
-def _config_hash(model_config: Any) -> str:
+def _config_hash(model_config: Any, is_drafter: bool = False) -> str:
     """Digest of a model's config and of its weight files' sizes (contents would take minutes)."""
     config = dict(model_config.hf_config.to_dict())
+    # vLLM's drafter classes write this into the config when they are built, so that a worker would
+    # find another digest than the engine core, which builds none.
+    if is_drafter and config.get("draft_vocab_size") is None:
+        config["draft_vocab_size"] = config.get("vocab_size")
     folder = Path(model_config.model)
     if folder.is_dir():
         config["_files"] = sorted((p.name, p.stat().st_size) for p in folder.glob("*.safetensors"))
