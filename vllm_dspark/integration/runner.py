@@ -219,13 +219,13 @@ class DSparkRunnerMixin(SeededSampling):
                 reporter.record_rows(order, input_batch, logits)
             if self._windows is not None:
                 self._windows.record(order.step_id, input_batch.idx_mapping_np, logits)
-        trimmed = self._windows is not None and self.adaptive_verification is not None
-        if order.at_rest and not trimmed and not reporter.has_news:
+        windows = self._windows if self.adaptive_verification is not None else None  # it trimmed
+        if order.at_rest and windows is None and not reporter.has_news:
             return output
         if reporter.clock is not None:
             reporter.clock.draft_ms = speculator.draft_ms
             reporter.clock.draft_width = order.draft_width
-        admitted = self._windows.admitted() if trimmed else None
+        admitted = windows.admitted() if windows is not None else None
         timings = reporter.timings(input_batch)
         if isinstance(output, AsyncModelRunnerOutput):
             return ReportedOutput(output, lambda: reporter.report(timings, admitted))
