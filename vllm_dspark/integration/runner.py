@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_dspark.artifacts.freshness import Resolution
 from vllm_dspark.artifacts.schema import CostTableRecord
+from vllm_dspark.artifacts.store import ArtifactStore
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.errors import CostTableError, DSparkError
 from vllm_dspark.integration.backends import reject_ops
@@ -26,12 +27,7 @@ from vllm_dspark.integration.report import StepOrder, attach_report, order_of
 from vllm_dspark.integration.reporting import StepReporter
 from vllm_dspark.integration.seeded import SeededSampling
 from vllm_dspark.integration.speculator import DSparkProposer
-from vllm_dspark.integration.startup import (
-    keep_table,
-    live_fingerprint,
-    resolve_scheduling,
-    settle_windows,
-)
+from vllm_dspark.integration.startup import live_fingerprint, resolve_scheduling, settle_windows
 from vllm_dspark.planning.cost import CostTable, StepMode
 from vllm_dspark.planning.plan import PlanKind
 
@@ -164,7 +160,8 @@ class DSparkRunnerMixin(SeededSampling):
             return
         record = CostTableRecord.from_table(table, live_fingerprint(self.vllm_config))
         self.dspark_reporter.cost_table = record.model_dump_json()
-        keep_table(record, self.dspark_options.resolved_cache_dir())
+        path = ArtifactStore(self.dspark_options.resolved_cache_dir()).save(record)
+        logger.info("vllm-dspark: cost table measured and kept in %s", path)
 
     def profile_costs(self) -> CostTable:
         """Measured step times of this engine; raises CostTableError if they cannot be trusted."""
@@ -222,13 +219,13 @@ class DSparkRunnerMixin(SeededSampling):
                 reporter.record_rows(order, input_batch, logits)
             if self._windows is not None:
                 self._windows.record(order.step_id, input_batch.idx_mapping_np, logits)
-        trimmed = self._windows if self.adaptive_verification is not None else None
-        if order.at_rest and trimmed is None and not reporter.has_news:
+        windows = self._windows if self.adaptive_verification is not None else None  # it trimmed
+        if order.at_rest and windows is None and not reporter.has_news:
             return output
         if reporter.clock is not None:
             reporter.clock.draft_ms = speculator.draft_ms
             reporter.clock.draft_width = order.draft_width
-        admitted = None if trimmed is None else trimmed.admitted()
+        admitted = windows.admitted() if windows is not None else None
         timings = reporter.timings(input_batch)
         if isinstance(output, AsyncModelRunnerOutput):
             return ReportedOutput(output, lambda: reporter.report(timings, admitted))
