@@ -32,8 +32,11 @@ def entry(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def source_stamp() -> int:
-    """Number that changes with any source file of this folder."""
+    """Number that changes with any source file of this folder, or of planning/, whose constants
+    are compiled in."""
+    core = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    for folder in (core, core.parents[1] / "planning"):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
     return int.from_bytes(digest.digest()[:7], "little")
