@@ -300,6 +300,16 @@ class TestCorrections:
         assert (stats.num_drafts, stats.num_draft_tokens) == (1, 2)
         assert stats.num_accepted_tokens == 2
 
+    def test_padding_without_any_draft_is_nothing(self):
+        """Catches the slots of a one-token prompt counted as so many rejected drafts."""
+        corrections = Corrections()
+        corrections.begin(SimpleNamespace(), [])
+        stats = corrections.stats = SpecDecodingStats.new(K)
+        stats.observe_draft(4, 0)
+        corrections.apply(None)
+        assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (0, 0, 0)
+        assert stats.num_draft_tokens_per_pos == stats.num_accepted_tokens_per_pos == [0] * K
+
     def test_metrics_of_single_requests_too(self):
         metrics = {"a": RequestSpecDecodeMetrics.new(K), "b": RequestSpecDecodeMetrics.new(K)}
         self.run({"a": (4, 4, 5), "b": (4, 4, 3)}, {"a": 2}, {"a": 4, "b": 2}, metrics)

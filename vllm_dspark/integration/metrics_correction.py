@@ -53,6 +53,10 @@ class Corrections:
     def apply(self, outcomes: StepOutcomes | None) -> None:
         """After vLLM's update: the numbers of the outcomes in place of vLLM's."""
         if outcomes is None:
+            # vLLM has counted the slots that it pads one-token prompts with, if anything.
+            if self.stats is not None:
+                none = [0] * len(self.stats.num_accepted_tokens_per_pos)
+                self.fill(0, none, list(none))
             return
         if self.stats is not None:
             _, admitted, verified, _, accepted = outcomes.reached.tolist()
