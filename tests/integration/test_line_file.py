@@ -55,7 +55,7 @@ def test_a_cache_that_cannot_be_written_costs_a_measurement(
 ) -> None:
     """Catches a start that ends, after minutes of measuring, because its table cannot be saved."""
     (tmp_path / "file").write_text("")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="vllm.vllm_dspark"):
         keep_table(cost_record(), tmp_path / folder)
     (record,) = caplog.records
     assert words in record.getMessage()
