@@ -11,6 +11,7 @@ from vllm_dspark.cli.doctor.arguments import parse_serve
 from vllm_dspark.cli.doctor.examine import examine, examine_wheel
 from vllm_dspark.cli.doctor.findings import Finding, Report
 from vllm_dspark.cli.doctor.subject import Subject, probe_machine
+from vllm_dspark.cli.doctor.vllm_flags import vllm_flags
 
 _STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold red"}
 
@@ -19,7 +20,7 @@ def run_doctor(arguments: Sequence[str], wheel: Path | None) -> Report:
     """Examine a wheel, or an engine's command line; raises DSparkConfigError for bad arguments."""
     if wheel is not None:
         return examine_wheel(wheel)
-    return examine(Subject(parse_serve(arguments), probe_machine()))
+    return examine(Subject(parse_serve(arguments, vllm_flags()), probe_machine()))
 
 
 def print_report(report: Report, console: Console, quiet: bool = False) -> None:
