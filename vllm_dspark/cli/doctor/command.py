@@ -45,6 +45,9 @@ def _print(finding: Finding, console: Console) -> None:
             console.print(Text(f"         {word}: {text}", style="dim"), soft_wrap=True)
 
 
-def as_json(report: Report) -> str:
-    """One JSON object."""
-    return json.dumps(report.as_json(), indent=1)
+def as_json(report: Report, quiet: bool = False) -> str:
+    """One JSON object; quiet leaves out findings that are fine (they stay in the counts)."""
+    content = report.as_json()
+    if quiet:
+        content["findings"] = [f for f in content["findings"] if f["level"] != "ok"]
+    return json.dumps(content, indent=1)

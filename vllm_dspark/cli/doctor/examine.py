@@ -25,6 +25,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     features.check_parallelism,
     features.check_cache,
     features.check_target,
+    features.check_cpu,
     features.check_features,
     features.check_artifacts,
     files.check_written_files,
