@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.doctor.subjects import NAMES_A_REMEDY, findings, named, subject
 from vllm_dspark.cli.doctor import drafter
+from vllm_dspark.errors import ContractError
 
 CLEAN = ("--max-num-seqs", "32", "--max-model-len", "4000")
 PROMISE = {"quantization_config": {"quant_method": "fp8"}}
@@ -48,7 +49,7 @@ def test_no_claim_about_classes_without_vllm(
     """Catches a class called unknown because no vLLM is there to know it."""
 
     def missing(path: str) -> str:
-        raise drafter.ContractError(path)
+        raise ContractError(path)
 
     monkeypatch.setattr(drafter, "installed_source", missing)
     made = subject(tmp_path, *CLEAN, drafter={"architectures": ["FooModel"]})

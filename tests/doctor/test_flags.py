@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.doctor.subjects import H200, NAMES_A_REMEDY, named, subject
 from vllm_dspark.cli.doctor import flags, vllm_flags
@@ -11,6 +12,7 @@ from vllm_dspark.cli.doctor.arguments import parse_serve
 from vllm_dspark.cli.doctor.findings import Finding
 from vllm_dspark.cli.doctor.subject import Subject
 from vllm_dspark.cli.doctor.vllm_flags import VllmFlags
+from vllm_dspark.cli.main import app
 from vllm_dspark.errors import ContractError, DSparkConfigError
 
 # Small files laid out as vLLM's.
@@ -105,7 +107,7 @@ def test_unknown_keys_of_a_config_file(tmp_path: Path, monkeypatch: pytest.Monke
     file = tmp_path / "serve.yaml"
     file.write_text("prot: 80\nmax_num_seqs: 5\nspeculative-config.method: dspark\n")
     (found,) = _found(monkeypatch, "--config", str(file))
-    assert found.message.startswith("--prot in the --config file is no flag")
+    assert found.message.startswith('"prot" in the --config file is no flag')
     assert found.flag.startswith("--port")
 
 
@@ -128,11 +130,12 @@ def test_installed_flags_are_those_of_the_parser(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="its parser is the judge")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_dspark.integration.engine_files import make_arg_parser
+    from vllm_dspark.integration import engine_files
 
     found = vllm_flags.vllm_flags()
     assert found is not None
-    real = set(make_arg_parser(FlexibleArgumentParser())._option_string_actions)
+    parser = vars(engine_files)["make_arg_parser"](FlexibleArgumentParser())
+    real = set(parser._option_string_actions)
     assert real <= found.options
     assert len(found.options - real) < 10, "a few --no- forms of switches that have none"
     assert not named(list(flags.check_flags(subject(tmp_path))), "flags")
@@ -169,6 +172,15 @@ def test_dotted_keys_of_a_config_file(tmp_path: Path) -> None:
     file.write_text("speculative-config.method: dspark\nspeculative_config.dspark.windows: host\n")
     read = parse_serve(["t", "--config", str(file)])
     assert (read.speculative, read.options) == ({"method": "dspark"}, {"windows": "host"})
+
+
+def test_short_flags_reach_vllm(tmp_path: Path) -> None:
+    """Catches the `h` of `-sc.method` taken for -h."""
+    made = subject(tmp_path)
+    typed = ["doctor", made.arguments.target, "-sc.method", "dspark", "-sc.model", "nowhere/at/all"]
+    shown = CliRunner().invoke(app, [*typed, "--json", "--quiet"])
+    found = json.loads(shown.stdout)["findings"]
+    assert "the folder nowhere/at/all does not exist" in {f["message"] for f in found}
 
 
 def test_optimization_levels_are_no_compilation_config() -> None:

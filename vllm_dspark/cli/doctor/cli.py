@@ -6,12 +6,34 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from vllm_dspark.cli.exits import code_of, fail
 
+
+class _Forwarding(TyperCommand):
+    """Keeps vLLM's words from click, which sees `-h` in `-sc.method` and `-dph`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own: list[str] = []
+        rest: list[str] = []
+        words = iter(args)
+        for word in words:
+            if word == "--wheel":
+                own += [word, *([] if (value := next(words, None)) is None else [value])]
+            elif word in _OWN or word.startswith("--wheel="):
+                own.append(word)
+            else:
+                rest.append(word)
+        super().parse_args(ctx, own)
+        ctx.args = rest
+        return rest
+
+
+_OWN = ("--json", "--quiet", "--help", "-h")
 FORWARDING: dict[str, Any] = {
+    "cls": _Forwarding,
     "options_metavar": "[OPTIONS] TARGET [OPTIONS OF VLLM SERVE]",
-    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
 }
 EPILOG = (
     "Example: vllm-dspark doctor TARGET --max-num-seqs 64 --speculative-config "
