@@ -23,8 +23,9 @@ from vllm_dspark.cli.doctor.arguments import parse_serve
 from vllm_dspark.cli.doctor.examine import examine_wheel
 from vllm_dspark.cli.doctor.findings import EXIT_CODES, Finding, Report
 from vllm_dspark.cli.doctor.subject import Machine, Subject
+from vllm_dspark.cli.doctor.trial import why_not_made
 from vllm_dspark.cli.main import app
-from vllm_dspark.errors import DSparkConfigError
+from vllm_dspark.errors import DSparkConfigError, InputError
 
 CLEAN = ("--max-num-seqs", "32", "--max-model-len", "4000")
 
@@ -159,6 +160,56 @@ def test_files_that_cannot_be_written(
     assert checks == ([(check, level)] if check else [])
 
 
+@pytest.mark.parametrize("place", ["/proc/x", "/proc/new/x"])
+def test_folders_that_take_no_files(tmp_path: Path, place: str) -> None:
+    """Catches a folder that root may write to by its permissions, and nobody can."""
+    given = {"record_confidences": place, "cache_dir": place}
+    found = findings(subject(tmp_path, speculative={"dspark": given}))
+    for check in ("recording", "cache_folder"):
+        (told,) = named(found, check)
+        assert "nothing can be made in /proc" in told.message or "permission" in told.message
+
+
+def test_trying_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Catches files and folders left by the trial, and a recording that it changed."""
+    (tmp_path / "old").write_text("row")
+    before = (tmp_path / "old").stat().st_mtime_ns
+    for name in ("old", "file", "new/folder/file"):
+        assert why_not_made(tmp_path / name) == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").read_text() == "row"
+    assert (tmp_path / "old").stat().st_mtime_ns == before
+
+
+def test_names_without_an_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches advice to download a name that no hub has."""
+    monkeypatch.setattr("vllm_dspark.integration.checkpoints._fetch", lambda *_: None)
+    made = subject(tmp_path)
+    given = json.dumps({"method": "dspark", "model": made.drafter_name})
+    for name, words in (("nope", "OWNER/NAME"), ("SmolLM2-135M-Instruct-bfloat16", "demo.target")):
+        found = findings(Subject(parse_serve([name, *CLEAN, "--speculative-config", given]), H200))
+        (target,) = [f for f in found if f.level in ("warning", "error")]
+        assert (target.check, target.level) == ("target_files", "error")
+        assert words in target.flag
+    (drafter,) = named(findings(subject(tmp_path, speculative={"model": "nope"})), "drafter_files")
+    assert drafter.level == "error"
+    assert "hf download" not in drafter.flag
+
+
+def test_result_of_a_command_as_an_artifact(tmp_path: Path) -> None:
+    """Catches "kind None" said about the JSON that calibrate or plot has printed."""
+    file = tmp_path / "result.json"
+    for content, words in (
+        ({"command": "calibrate", "version": 1}, "a result of `vllm-dspark calibrate`"),
+        ({"b": 1, "a": 2}, "an object with the keys a, b"),
+    ):
+        file.write_text(json.dumps(content))
+        made = subject(tmp_path, *CLEAN, speculative={"dspark": {"calibration": str(file)}})
+        (found,) = named(findings(made), "calibration")
+        assert words in found.message
+        assert "wanted 'calibration'" in found.message
+
+
 def test_speculators_drafter_is_found(tmp_path: Path) -> None:
     """Catches the second format read as the first one: other ids, other layout, d2t."""
     made = subject(tmp_path, *CLEAN, speculative={"num_speculative_tokens": 3})
@@ -288,9 +339,12 @@ def test_file_that_is_no_wheel(tmp_path: Path, content: Any) -> None:
         write_wheel(tmp_path, "1.0", name="other").rename(path)
     elif content is not None:
         path.write_bytes(content)
-    report = examine_wheel(path)
-    assert [f.check for f in report.findings] == ["wheel"]
-    assert report.exit_code == 1
+    with pytest.raises(InputError, match="wheel"):
+        examine_wheel(path)
+    shown = CliRunner().invoke(app, ["doctor", "--wheel", str(path)])
+    assert shown.exit_code == 2, "an input file that holds something else (docs/cli.md)"
+    assert "--wheel" in shown.output
+    assert not isinstance(shown.exception, InputError)
 
 
 def test_command_prints_and_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +364,12 @@ def test_command_prints_and_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {"draft_width"} <= {f["check"] for f in report["findings"] if f["level"] == "error"}
     usage = CliRunner().invoke(app, ["doctor", "--speculative-config", "{"])
     assert usage.exit_code == 2
-    assert "Example: vllm-dspark doctor" in CliRunner().invoke(app, ["doctor", "-h"]).output
+    quiet = json.loads(CliRunner().invoke(app, [*arguments, "--json", "--quiet"]).stdout)
+    assert quiet["findings"] == [f for f in report["findings"] if f["level"] != "ok"]
+    assert quiet["counts"] == report["counts"]
+    help_text = CliRunner().invoke(app, ["doctor", "-h"]).output
+    assert "Example: vllm-dspark doctor" in help_text
+    assert "TARGET [OPTIONS OF VLLM SERVE]" in help_text
 
 
 @pytest.mark.parametrize("given", ["x", [], 3, True])

@@ -189,11 +189,20 @@ def _read(path: Path) -> dict[str, object]:
     return obj
 
 
+def _what(obj: dict[str, object]) -> str:
+    """What a JSON object is, as far as it says."""
+    if "kind" in obj:
+        return f"kind {obj['kind']!r}"
+    if "command" in obj:
+        return f"a result of `vllm-dspark {obj['command']}`, not an artifact"
+    return f"an object with the keys {', '.join(sorted(obj)[:5]) or '(none)'}"
+
+
 def _parse(kind: type[_RecordType], obj: dict[str, object], path: Path) -> _RecordType:
     """Check kind and version first, so that the error names the real mistake."""
     wanted = kind.model_fields["kind"].default
     if obj.get("kind") != wanted:
-        raise ArtifactError(f"{path} holds kind {obj.get('kind')!r}, wanted {wanted!r}")
+        raise ArtifactError(f"{path} holds {_what(obj)}, wanted {wanted!r}")
     if obj.get("version") != VERSION:
         raise ArtifactError(
             f"{path} has version {obj.get('version')!r}; this release reads version {VERSION}"

@@ -296,7 +296,7 @@ app.command(epilog=measuring.PROFILE_EXAMPLE, **measuring.FORWARDING)(measuring.
 app.command(epilog=measuring.CALIBRATE_EXAMPLE, **measuring.FORWARDING)(measuring.calibrate)
 app.command(epilog=measuring.PLOT_EXAMPLE)(measuring.plot)
 
-app.command(epilog=doctor_cli.EPILOG, context_settings=doctor_cli.SETTINGS)(doctor_cli.doctor)
+app.command(epilog=doctor_cli.EPILOG, **doctor_cli.FORWARDING)(doctor_cli.doctor)
 app.command(epilog=simulate_cli.EPILOG)(simulate_cli.simulate)
 app.command(epilog=top_cli.EPILOG)(top_cli.top)
 

@@ -185,8 +185,8 @@ def _findings(
         promised = "promises one that the file lacks" if spec.has_confidence else "has none either"
         yield Finding(
             "no_confidence_head",
-            f"{spec.file}: no confidence head in the checkpoint (the config {promised}): plans "
-            "rank drafts by running acceptance instead",
+            f"{spec.file}: no confidence head in the checkpoint (the config {promised}): windows "
+            "stay full",
         )
     if not layers_known:
         yield Finding(

@@ -2,7 +2,7 @@
 
 The same words as for `serve`, read without importing vLLM: on a machine without a GPU, or with
 another vLLM than the one to be used, the question can be asked too. Flags that have no bearing are
-passed over.
+kept by name: check_flags says which of them vLLM does not know.
 """
 
 import argparse
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm_dspark.cli.doctor.spelling import full_name, nest, spelled
+from vllm_dspark.cli.doctor.vllm_flags import VllmFlags
 from vllm_dspark.errors import DSparkConfigError
 
 # flag -> (destination, kind)
@@ -44,19 +46,10 @@ _VALUES: dict[str, type] = {
     "--revision": str,
     "--worker-cls": str,
     "--scheduler-cls": str,
-    "--cudagraph-capture-sizes": str,
     "--config": str,
     "--model": str,
-    "--logits-processors": str,
 }
-_SHORT = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-q": "--quantization",
-    "-O": "--compilation-config",
-    "-sc": "--speculative-config",
-}
+_LISTS = ("--cudagraph-capture-sizes", "--logits-processors")
 _SWITCHES = (
     "--enforce-eager",
     "--enable-prefix-caching",
@@ -77,7 +70,9 @@ class ServeArguments:
     speculative: Mapping[str, Any] = field(default_factory=dict)  # without "dspark"
     options: Mapping[str, Any] = field(default_factory=dict)  # the "dspark" object
     values: Mapping[str, Any] = field(default_factory=dict)  # flag without dashes -> value
-    unread: tuple[str, ...] = ()  # flags that have no bearing here
+    unread: tuple[str, ...] = ()  # flags that have no bearing here, and their values
+    config_keys: tuple[str, ...] = ()  # keys of the --config file, with dashes
+    completed: tuple[tuple[str, str], ...] = ()  # (abbreviation, the flag vLLM takes it for)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Value of a flag, `max-num-seqs` or `max_num_seqs`."""
@@ -105,18 +100,26 @@ class _Parser(argparse.ArgumentParser):
         raise DSparkConfigError(message)
 
 
-def parse_serve(arguments: Sequence[str]) -> ServeArguments:
-    """Read a command line of `vllm serve`; raises DSparkConfigError for values that are none."""
+def parse_serve(arguments: Sequence[str], flags: VllmFlags | None = None) -> ServeArguments:
+    """Read a command line of `vllm serve`; raises DSparkConfigError for values that are none.
+
+    flags: those of the installed vLLM, by which abbreviations are read; None: there are none.
+    """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("target", nargs="?")
     for flag, kind in _VALUES.items():
         parser.add_argument(flag, type=kind)
+    for flag in _LISTS:
+        parser.add_argument(flag, nargs="+")
     for flag in _SWITCHES:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction)
-    found, unread = parser.parse_known_args([_spelled(a) for a in arguments])
+    words, completed = spelled(arguments, flags)
+    found, unread = parser.parse_known_args(words)
     values = {k: v for k, v in vars(found).items() if v is not None}
+    keys: tuple[str, ...] = ()
     if "config" in values:
-        values = {**_config_file(Path(values["config"])), **values}
+        content, keys = _config_file(Path(values["config"]), flags)
+        values = {**content, **values}
     target = values.pop("target", None) or values.get("model")
     if not target:
         raise DSparkConfigError("name the target model, as for `vllm-dspark serve TARGET ...`")
@@ -135,32 +138,34 @@ def parse_serve(arguments: Sequence[str]) -> ServeArguments:
             f'"dspark" = {options!r} in --speculative-config must be a JSON object, such as '
             '{"scheduling": true}'
         )
-    return ServeArguments(str(target), speculative, options, values, tuple(unread))
+    return ServeArguments(
+        str(target), speculative, options, values, tuple(unread), keys, tuple(completed)
+    )
 
 
-def _spelled(argument: str) -> str:
-    """One spelling for `-tp`, `--max_model_len` and `--x=y`."""
-    flag, equals, value = argument.partition("=")
-    if flag in _SHORT:
-        flag = _SHORT[flag]
-    elif flag.startswith("--"):
-        flag = flag.replace("_", "-")
-    else:
-        return argument
-    return flag + equals + value
-
-
-def _config_file(path: Path) -> dict[str, Any]:
-    """Values of vLLM's own `--config` file (YAML), by destination."""
+def _config_file(path: Path, flags: VllmFlags | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Values of vLLM's own `--config` file (YAML) by destination, and the keys as they stand."""
     import yaml
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise DSparkConfigError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise DSparkConfigError(f"--config {path} must hold a mapping of flags to values")
-    return {str(key).replace("-", "_"): value for key, value in content.items()}
+    values: dict[str, Any] = {}
+    keys = []
+    for key, value in content.items():
+        name, dot, inner = str(key).partition(".")
+        keys.append(name.replace("_", "-"))
+        place = full_name(f"--{name}", flags)[2:].replace("-", "_")
+        if dot:
+            old = values.get(place)
+            values[place] = dict(old) if isinstance(old, dict) else {}
+            nest(values[place], inner, value)
+        else:
+            values[place] = value
+    return values, tuple(keys)
 
 
 def _speculative(values: dict[str, Any]) -> dict[str, Any]:

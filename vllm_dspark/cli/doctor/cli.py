@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from vllm_dspark.cli.exits import EXIT_USAGE, fail
+from vllm_dspark.cli.exits import code_of, fail
 
-SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+class _Forwarding(TyperCommand):
+    """Keeps vLLM's words from click, which sees `-h` in `-sc.method` and `-dph`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own: list[str] = []
+        rest: list[str] = []
+        words = iter(args)
+        for word in words:
+            if word == "--wheel":
+                own += [word, *([] if (value := next(words, None)) is None else [value])]
+            elif word in _OWN or word.startswith("--wheel="):
+                own.append(word)
+            else:
+                rest.append(word)
+        super().parse_args(ctx, own)
+        ctx.args = rest
+        return rest
+
+
+_OWN = ("--json", "--quiet", "--help", "-h")
+FORWARDING: dict[str, Any] = {
+    "cls": _Forwarding,
+    "options_metavar": "[OPTIONS] TARGET [OPTIONS OF VLLM SERVE]",
+}
 EPILOG = (
     "Example: vllm-dspark doctor TARGET --max-num-seqs 64 --speculative-config "
     '\'{"method":"dspark","model":"DRAFTER","num_speculative_tokens":7}\''
@@ -34,14 +59,14 @@ def doctor(
 
     from vllm_dspark.cli.doctor.command import as_json as to_json
     from vllm_dspark.cli.doctor.command import print_report, run_doctor
-    from vllm_dspark.errors import DSparkConfigError
+    from vllm_dspark.errors import DSparkConfigError, InputError
 
     try:
         report = run_doctor(context.args, wheel)
-    except DSparkConfigError as error:
-        fail(str(error), EXIT_USAGE)
+    except (DSparkConfigError, InputError) as error:
+        fail(str(error), code_of(error))
     if as_json:
-        typer.echo(to_json(report))
+        typer.echo(to_json(report, quiet))
     else:
         print_report(report, Console(), quiet)
     raise typer.Exit(report.exit_code)

@@ -11,6 +11,7 @@ from vllm_dspark.cli.doctor.arguments import parse_serve
 from vllm_dspark.cli.doctor.examine import examine, examine_wheel
 from vllm_dspark.cli.doctor.findings import Finding, Report
 from vllm_dspark.cli.doctor.subject import Subject, probe_machine
+from vllm_dspark.cli.doctor.vllm_flags import vllm_flags
 
 _STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold red"}
 
@@ -19,7 +20,7 @@ def run_doctor(arguments: Sequence[str], wheel: Path | None) -> Report:
     """Examine a wheel, or an engine's command line; raises DSparkConfigError for bad arguments."""
     if wheel is not None:
         return examine_wheel(wheel)
-    return examine(Subject(parse_serve(arguments), probe_machine()))
+    return examine(Subject(parse_serve(arguments, vllm_flags()), probe_machine()))
 
 
 def print_report(report: Report, console: Console, quiet: bool = False) -> None:
@@ -44,6 +45,9 @@ def _print(finding: Finding, console: Console) -> None:
             console.print(Text(f"         {word}: {text}", style="dim"), soft_wrap=True)
 
 
-def as_json(report: Report) -> str:
-    """One JSON object."""
-    return json.dumps(report.as_json(), indent=1)
+def as_json(report: Report, quiet: bool = False) -> str:
+    """One JSON object; quiet leaves out findings that are fine (they stay in the counts)."""
+    content = report.as_json()
+    if quiet:
+        content["findings"] = [f for f in content["findings"] if f["level"] != "ok"]
+    return json.dumps(content, indent=1)

@@ -1,15 +1,23 @@
 """Checks of the drafter and of how it fits its target; the rules are proposer/'s own."""
 
+import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_dspark.cli.doctor.findings import Finding, Level
-from vllm_dspark.cli.doctor.subject import Subject, missing_path
-from vllm_dspark.errors import DrafterError
+from vllm_dspark.cli.doctor.findings import Finding
+from vllm_dspark.cli.doctor.subject import Subject, missing_path, ownerless
+from vllm_dspark.errors import ContractError, DrafterError
+from vllm_dspark.integration.contract import installed_source
 from vllm_dspark.proposer.checkpoint import check_checkpoint
 from vllm_dspark.proposer.embedded import StageSpec, check_stages, read_stages
-from vllm_dspark.proposer.inventory import INDEX, SINGLE
-from vllm_dspark.proposer.spec import DrafterSpec, TargetShape, read_spec
+from vllm_dspark.proposer.inventory import FLOATS, INDEX, SINGLE, read_inventory
+from vllm_dspark.proposer.spec import (
+    GEMMA4_NAMES,
+    QWEN3_NAMES,
+    DrafterSpec,
+    TargetShape,
+    read_spec,
+)
 
 _MODEL = '"model" in --speculative-config'
 _K = "--speculative-config '{\"num_speculative_tokens\": %d, ...}'"
@@ -32,13 +40,14 @@ def check_drafter(subject: Subject) -> Iterator[Finding]:
         return
     subject.spec = spec
     yield Finding("drafter_config", "ok", _described(subject))
+    yield from _check_class(spec)
     yield from _check_width(subject)
     yield from _check_match(subject)
 
 
 def _absent(name: str) -> Finding:
     """A drafter whose files are not here: a path that leads nowhere, or a hub id."""
-    if not missing_path(name) and not Path(name).is_file():
+    if not (missing_path(name) or ownerless(name) or Path(name).is_file()):
         return Finding(
             "drafter_files",
             "warning",
@@ -52,8 +61,10 @@ def _absent(name: str) -> Finding:
         "error",
         f"{name} is a file, not the folder of a checkpoint"
         if Path(name).is_file()
+        else f"{name} is no folder here, and no hub id OWNER/NAME"
+        if ownerless(name) and not tilde
         else f"the folder {name} does not exist{tilde}",
-        "vLLM would take the path for a hub id, and fail",
+        "vLLM would take it for a hub id, and fail",
         f"{_MODEL}: an existing folder, or a hub id OWNER/NAME",
     )
 
@@ -111,7 +122,7 @@ def _check_match(subject: Subject) -> Iterator[Finding]:
     has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
     if isinstance(spec, DrafterSpec):
         if not subject.target_config:
-            if missing_path(subject.arguments.target):  # check_target_files says so
+            if subject.target_is_nowhere:  # check_target_files says so
                 return
             yield Finding(
                 "target_match",
@@ -128,6 +139,18 @@ def _check_match(subject: Subject) -> Iterator[Finding]:
             trained_for = spec.verifier or "the model that the drafter was trained for"
             yield _error("target_match", error, f"{trained_for} as TARGET, or another {_MODEL}")
             return
+        layers = subject.drafter_config.get("num_target_layers")
+        if isinstance(layers, int) and layers != target.num_layers:
+            yield Finding(
+                "target_match",
+                "error",
+                f"{folder / 'config.json'}: num_target_layers = {layers}, the target has "
+                f"{target.num_layers} layers",
+                "the drafter was trained on another model: its layer ids exist here, but hold "
+                "something else, so next to nothing would be accepted",
+                f"a target of {layers} layers as TARGET, or another {_MODEL}",
+            )
+            return
         yield Finding("target_match", "ok", "vocabulary, hidden size and layer ids agree")
     if not has_weights:
         yield _without_weights(subject, folder)
@@ -142,16 +165,25 @@ def _check_match(subject: Subject) -> Iterator[Finding]:
         return
     yield Finding("drafter_tensors", "ok", "all tensors are there and of the right shape")
     for found in findings:
-        level: Level = "warning" if found.kind == "no_confidence_head" else "info"
-        yield Finding(
-            found.kind,
-            level,
-            found.message,
-            "windows stay full: nothing says which drafts will be accepted"
-            if level == "warning"
-            else "",
-            f"{_MODEL}: a checkpoint with its confidence head" if level == "warning" else "",
-        )
+        if found.kind == "no_confidence_head":
+            yield _headless(folder, spec)
+        else:
+            yield Finding(found.kind, "info", found.message)
+
+
+def _headless(folder: Path, spec: DrafterSpec | StageSpec) -> Finding:
+    """What integration/startup.py makes of a checkpoint without a confidence head."""
+    promised = isinstance(spec, DrafterSpec) and spec.has_confidence
+    return Finding(
+        "no_confidence_head",
+        "warning",
+        f"{folder} holds no confidence head"
+        + (", though its config.json promises one" if promised else "")
+        + ": windows stay full",
+        "nothing says which drafts will be accepted, so verification is not scheduled; "
+        '"scheduling": true would end the start',
+        f"{_MODEL}: a checkpoint with its confidence head",
+    )
 
 
 def _source(subject: Subject) -> str:
@@ -202,14 +234,42 @@ def check_quantization(subject: Subject) -> Iterator[Finding]:
             "quantization",
         )
     if spec is not None and spec.quantization is not None:
-        yield Finding(
+        yield _quantized(subject, spec.quantization.layout)
+
+
+def _quantized(subject: Subject, layout: str) -> Finding:
+    """A drafter whose config names a scheme; what its file holds decides."""
+    stored = _holds_packed(subject.drafter_folder)
+    if stored is False:
+        return Finding(
             "draft_quantization",
             "warning",
-            f"the drafter's linear layers are stored as {spec.quantization.layout}",
-            "the fused context KV takes plain weights; reports name crashes in F.linear, and "
-            "acceptance of quantised drafters is unknown",
-            f"{_MODEL}: the drafter in bf16",
+            f"the drafter's config promises {layout} (quantization_config), its file holds plain "
+            "weights",
+            "the plugin loads what is stored; vLLM by itself looks for scales that the file lacks",
+            f'leave "quantization_config" out of {subject.drafter_folder}/config.json',
         )
+    return Finding(
+        "draft_quantization",
+        "warning",
+        f"the drafter's linear layers are stored as {layout}"
+        if stored
+        else f"the drafter's config promises linear layers stored as {layout}",
+        "the fused context KV takes plain weights; reports name crashes in F.linear, and "
+        "acceptance of quantised drafters is unknown",
+        f"{_MODEL}: the drafter in bf16",
+    )
+
+
+def _holds_packed(folder: Path | None) -> bool | None:
+    """Whether any weight of the drafter is stored as codes; None if its tensors are not at hand."""
+    if folder is None:
+        return None
+    try:
+        tensors = read_inventory(folder)
+    except (DrafterError, OSError):
+        return None  # the check of its tensors says why
+    return any(t.dtype not in FLOATS for name, t in tensors.items() if name not in ("d2t", "t2d"))
 
 
 def _stored_scheme(subject: Subject) -> bool:
@@ -233,6 +293,28 @@ def _fp4(subject: Subject) -> Finding:
         "drafters trained on bf16 hidden states were reported to accept nothing (AL 1.0), without "
         "a message",
         "an FP8 or bf16 checkpoint as TARGET, if vllm-dspark top shows an accepted length of 1",
+    )
+
+
+def _check_class(spec: DrafterSpec | StageSpec) -> Iterator[Finding]:
+    """A class of layers that neither the plugin nor the installed vLLM has."""
+    if not isinstance(spec, DrafterSpec) or spec.backbone != "other":
+        return
+    try:
+        registry = installed_source("model_executor/models/registry.py")
+    except (ContractError, OSError):
+        return  # without vLLM nothing is known about its classes
+    if f'"{spec.architecture}"' in registry:
+        return
+    near = difflib.get_close_matches(spec.architecture, (*QWEN3_NAMES, *GEMMA4_NAMES), n=1)
+    yield Finding(
+        "drafter_class",
+        "error",
+        f'{spec.file}: "architectures" = [{spec.architecture!r}] is no class of this vLLM'
+        + (f"; did you mean {near[0]!r}?" if near else ""),
+        "vLLM would not start: it has nothing to load the drafter's layers with",
+        f'"architectures": ["{(near or QWEN3_NAMES)[0]}"] in that file, if its layers are those, '
+        f"or another {_MODEL}",
     )
 
 

@@ -158,7 +158,9 @@ def check_graphs(subject: Subject) -> Iterator[Finding]:
 
 def _sizes(subject: Subject) -> list[int]:
     given = subject.arguments.get("cudagraph-capture-sizes")
-    return [int(part) for part in str(given).replace(",", " ").split()] if given else []
+    parts = given if isinstance(given, list) else [given or ""]
+    sizes = [size for part in parts for size in str(part).replace(",", " ").split()]
+    return [int(size) for size in sizes if size.isdigit()]
 
 
 def check_windows(subject: Subject) -> Iterator[Finding]:

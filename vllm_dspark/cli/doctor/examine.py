@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vllm_dspark.cli.doctor import drafter, engine, features, files, speculative, versions
+from vllm_dspark.cli.doctor import drafter, engine, features, files, flags, speculative, versions
 from vllm_dspark.cli.doctor.findings import Finding, Report
 from vllm_dspark.cli.doctor.subject import Subject
 
 # check_drafter first: the others use what it reads.
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
+    flags.check_flags,
     speculative.check_method,
     speculative.check_keys,
     speculative.check_model,
@@ -24,6 +25,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     features.check_parallelism,
     features.check_cache,
     features.check_target,
+    features.check_cpu,
     features.check_features,
     features.check_artifacts,
     files.check_written_files,

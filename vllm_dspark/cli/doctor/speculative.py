@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator
 
 from vllm_dspark.cli.doctor.findings import Finding, Level
-from vllm_dspark.cli.doctor.subject import Subject, missing_path
+from vllm_dspark.cli.doctor.subject import Subject
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.errors import ContractError
 from vllm_dspark.integration.contract import declared_fields
@@ -96,7 +96,7 @@ def check_model(subject: Subject) -> Iterator[Finding]:
             "vLLM would not start",
             _MODEL,
         )
-    elif not missing_path(target):
+    elif not subject.target_is_nowhere:
         yield Finding(
             "drafter_files",
             "warning",

@@ -71,6 +71,20 @@ class Subject:
         outside = self.drafter_name not in (None, self.arguments.target)
         return not outside and embeds_drafter(self.target_config)
 
+    @property
+    def target_is_nowhere(self) -> bool:
+        """Whether the target is neither a folder nor anything that a hub could have."""
+        name = self.arguments.target
+        return missing_path(name) or (ownerless(name) and self.target_folder is None)
+
+    @property
+    def may_be_embedded(self) -> bool:
+        """Whether the drafter is inside the target, or must be if there is one: no config says."""
+        if self.drafter_name not in (None, self.arguments.target) or self.target_is_nowhere:
+            return False
+        unknown = not self.target_config and self.arguments.speculative.get("method") == "dspark"
+        return self.is_embedded or unknown
+
     @cached_property
     def drafter_folder(self) -> Path | None:
         """Folder with the drafter's config; None if it is not at hand."""
@@ -143,6 +157,11 @@ def missing_path(model: str) -> bool:
     # A hub id is a name, or owner/name; other schemes (s3://) are vLLM's business.
     is_path = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or "\\" in model
     return is_path and "://" not in model and not Path(model).exists()
+
+
+def ownerless(model: str) -> bool:
+    """Whether a name is no folder, and no hub id OWNER/NAME either."""
+    return "/" not in model and not Path(model).exists()
 
 
 def _config_of(folder: Path | None) -> dict[str, Any]:

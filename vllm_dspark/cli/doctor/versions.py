@@ -7,7 +7,7 @@ from pathlib import Path
 from vllm_dspark.cli.doctor.findings import Finding
 from vllm_dspark.cli.doctor.subject import Machine
 from vllm_dspark.cli.versions import installed_versions
-from vllm_dspark.errors import ContractError
+from vllm_dspark.errors import ContractError, InputError
 from vllm_dspark.integration.contract import (
     CHECKED_VERSIONS,
     SUPPORTED,
@@ -24,17 +24,19 @@ _V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def check_wheel(path: Path) -> Iterator[Finding]:
-    """Version and contract of a wheel; nothing of it is installed or executed."""
+    """Version and contract of a wheel; nothing of it is installed or executed.
+
+    Raises InputError for a file that is no wheel of vLLM.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except (OSError, zipfile.BadZipFile) as error:
-        yield Finding("wheel", "error", f"{path} cannot be read as a wheel: {error}", flag=_WHEEL)
-        return
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"--wheel {path} cannot be read as a wheel: {why}; {_WHEEL}") from error
     metadata = [n for n in names if n.endswith(".dist-info/METADATA")]
     if not metadata or "vllm/__init__.py" not in names:
-        yield Finding("wheel", "error", f"{path} is no wheel of vLLM", flag=_WHEEL)
-        return
+        raise InputError(f"--wheel {path} is no wheel of vLLM; {_WHEEL}")
     folder = metadata[0].split("/")[0]
     version = folder.removesuffix(".dist-info").split("-", 1)[1]
     yield _version_finding(version, f"{path.name} holds vLLM {version}", _WHEEL)
