@@ -24,7 +24,7 @@ def test_number_of_target_layers(tmp_path: Path) -> None:
     made = subject(tmp_path, *CLEAN, drafter={"num_target_layers": 8})
     (found,) = named(findings(made), "target_match")
     assert found.level == "error"
-    assert "num_target_layers = 8, the target has 6 layers" in found.message
+    assert "num_target_layers = 8, but the target's config has 6 layers" in found.message
     assert NAMES_A_REMEDY.search(found.flag)
 
 

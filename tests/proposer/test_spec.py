@@ -107,6 +107,8 @@ def test_target_mismatch():
         spec.check_target(TargetShape(50, 32, 6))
     with pytest.raises(DrafterError, match=r"target_layer_ids \[5\] do not exist.*5 layers"):
         spec.check_target(TargetShape(50, 16, 5))
+    with pytest.raises(DrafterError, match=r"num_target_layers = 6, but .* has 7 layers"):
+        spec.check_target(TargetShape(50, 16, 7))
     with pytest.raises(DrafterError, match=r"vocab_size = 50 is smaller .* 60"):
         spec.check_target(TargetShape(60, 16, 6))
     with pytest.raises(DrafterError, match="some/target"):

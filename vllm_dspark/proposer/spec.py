@@ -105,6 +105,8 @@ class DrafterSpec:
     max_context: int | None
     # what the stored linear weights look like, None: plain
     quantization: QuantScheme | None
+    # layers of the target it was trained on, None: not recorded
+    num_target_layers: int | None
     # the target's name as the checkpoint records it
     verifier: str | None
 
@@ -153,6 +155,13 @@ class DrafterSpec:
                 f"{target.num_layers} layers (0..{target.num_layers - 1}, -1 for the embedding): "
                 "use the target it was trained for"
             )
+        if self.num_target_layers not in (None, target.num_layers):
+            raise DrafterError(
+                f"{self.file}: num_target_layers = {self.num_target_layers}, but {target_file} has "
+                f"{target.num_layers} layers: the layers that the drafter reads exist there and "
+                "hold something else, so next to nothing would be accepted; use the target it was "
+                "trained for"
+            )
         if self.vocab_size < target.vocab_size:
             raise DrafterError(
                 f"{self.file}: vocab_size = {self.vocab_size} is smaller than {target_file}'s "
@@ -198,6 +207,7 @@ def _parse_deepspec(config: Mapping[str, Any], file: str) -> DrafterSpec:
             "takes it for DeepSeek-V4's embedded drafter): name the class, for example "
             "Qwen3DSparkModel",
         )
+    layers = config.get("num_target_layers")
     return DrafterSpec(
         format="deepspec",
         architecture=architecture,
@@ -206,6 +216,7 @@ def _parse_deepspec(config: Mapping[str, Any], file: str) -> DrafterSpec:
         default_drafts=block_size if sample_from_anchor else block_size - 1,
         target_layer_ids=keys.layer_ids("target_layer_ids"),
         target_hidden_size=keys.integer("target_hidden_size", 1, hidden),
+        num_target_layers=None if layers is None else keys.integer("num_target_layers", 1),
         verifier=None,
         **_common(keys, keys, _backbone(architecture)),
     )
@@ -235,6 +246,7 @@ def _parse_speculators(config: Mapping[str, Any], file: str) -> DrafterSpec:
         default_drafts=min(first.integer("speculative_tokens", 1, max(most, 1)), most),
         target_layer_ids=tuple(i - 1 for i in keys.layer_ids("aux_hidden_state_layer_ids")),
         target_hidden_size=keys.integer("target_hidden_size", 1, hidden),
+        num_target_layers=None,
         verifier=wrapper.section("verifier").text("name_or_path", "") or None,
         **_common(keys, layers, _backbone(architecture)),
     )

@@ -139,18 +139,6 @@ def _check_match(subject: Subject) -> Iterator[Finding]:
             trained_for = spec.verifier or "the model that the drafter was trained for"
             yield _error("target_match", error, f"{trained_for} as TARGET, or another {_MODEL}")
             return
-        layers = subject.drafter_config.get("num_target_layers")
-        if isinstance(layers, int) and layers != target.num_layers:
-            yield Finding(
-                "target_match",
-                "error",
-                f"{folder / 'config.json'}: num_target_layers = {layers}, the target has "
-                f"{target.num_layers} layers",
-                "the drafter was trained on another model: its layer ids exist here, but hold "
-                "something else, so next to nothing would be accepted",
-                f"a target of {layers} layers as TARGET, or another {_MODEL}",
-            )
-            return
         yield Finding("target_match", "ok", "vocabulary, hidden size and layer ids agree")
     if not has_weights:
         yield _without_weights(subject, folder)
