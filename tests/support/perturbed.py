@@ -30,7 +30,7 @@ class PerturbedWorker(DSparkCPUWorker):
 
             def remembered(num_drafts: object) -> object:
                 admitted = allocate(num_drafts)
-                self.seen.append(dict(windows._admitted))
+                self.seen.append(windows.admitted()().by_name())
                 return admitted
 
             windows._allocate = remembered

@@ -95,6 +95,9 @@ class DrivenEngine:
 
     def counters(self) -> dict[str, float]:
         """Running sums by name, labels but the engine's own in braces."""
+        metrics = getattr(self.scheduler, "dspark_metrics", None)
+        if metrics is not None:
+            metrics.publish()  # which it does a few times a second by itself; cells may be shorter
         self._engine.do_log_stats()
         return registry_counters()
 
