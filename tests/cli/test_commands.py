@@ -167,7 +167,42 @@ def test_interrupted_while_it_is_still_importing(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "vllm-dspark: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["version"], ["version", "--json"], ["simulate", "-h"], ["--version"]]
+)
+def test_full_disk_is_one_line(arguments: list[str]) -> None:
+    """Catches a stack trace, or a success, where standard output takes nothing any more."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_dspark.cli", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("vllm-dspark: error: cannot write the output: No space left on device")
+
+
+def test_interrupt_inside_a_command_is_one_line(tmp_path: Path) -> None:
+    """Catches Ctrl-C that typer swallows without a word, or that shows a stack trace."""
+    script = (
+        "import vllm_dspark.cli.versions as v\n"
+        "def stop():\n    raise KeyboardInterrupt\n"
+        "v.installed_versions = stop\n"
+        "from vllm_dspark.cli.__main__ import main\n"
+        "import sys; sys.argv = ['vllm-dspark', 'version']\nmain()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "vllm-dspark: interrupted\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
