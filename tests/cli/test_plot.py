@@ -97,7 +97,7 @@ def test_page_needs_nothing_else(source: Path, tmp_path: Path) -> None:
 
 def test_images(source: Path, tmp_path: Path) -> None:
     """Catches a file of another format than its name says, and drawings that differ by run."""
-    png, svg, again = tmp_path / "a.png", tmp_path / "b" / "b.svg", tmp_path / "c.svg"
+    png, svg, again = tmp_path / "a.png", tmp_path / "b.svg", tmp_path / "c.svg"
     run_plot([source], png, None)
     assert png.read_bytes().startswith(b"\x89PNG")
     run_plot([source], svg, None)

@@ -23,7 +23,7 @@ def run(*arguments: str):
 
 def test_sweep_to_json(tmp_path: Path) -> None:
     """Catches an option that is parsed and not simulated: one cell per combination."""
-    file = tmp_path / "deep" / "result.json"
+    file = tmp_path / "result.json"
     result = run(
         "--acceptance", "0.8,0.7", *SMALL, "--concurrency", "1,4", "-k", "1,2",
         "--min-gain", "0,0.1", "--dp", "1,2", "--bandwidth", "1,2", "--json", str(file),

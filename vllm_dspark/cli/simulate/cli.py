@@ -176,8 +176,8 @@ def simulate(
                 number_list("--tp", tp, Within(int, 1, _ENGINES)),
             )
         )
-        require_writable(json_file)
-        require_writable(save_trace)
+        require_writable(json_file, "--json")
+        require_writable(save_trace, "--save-trace")
         loads = (
             tuple(Arrivals("closed", n) for n in sizes)
             if arrivals == "closed"

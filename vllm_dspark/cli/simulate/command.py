@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_dspark.artifacts.store import read_calibration, read_cost_table
-from vllm_dspark.cli.output import progress
+from vllm_dspark.cli.output import OutputError, progress
 from vllm_dspark.errors import SimulationError
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.cost import CostTable
@@ -190,8 +190,12 @@ def planner_options(
 
 def save_trace(path: Path | None, trace: Trace) -> None:
     """The compact form of what was read."""
-    if path is not None:
+    if path is None:
+        return
+    try:
         write_trace(path, trace)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}; name another file") from error
 
 
 def print_record(record: SimulationRecord, console: Console) -> None:
