@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from vllm_dspark.bench.modes import BenchError, Mode, PairSpec
 from vllm_dspark.bench.recorded import recorded_steps
 from vllm_dspark.bench.workload import load_questions
-from vllm_dspark.cli.preflight import require_drafter
+from vllm_dspark.cli.preflight import cached_folder, require_drafter
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.demo.target import drafter_path, target_path
 from vllm_dspark.errors import DSparkConfigError, InputError
@@ -120,18 +120,11 @@ def _check_models(options: BenchOptions) -> None:
 
 def _check_model(option: str, model: str) -> None:
     """Engines of a benchmark start offline: a model is a folder, or in the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
     if Path(model).is_dir():
         if not (Path(model) / "config.json").is_file():
             raise InputError(f"{option} {model}: there is no config.json in it")
         return
-    try:
-        cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
-    except HFValidationError:  # a path
-        cached = False
-    if not cached:
+    if cached_folder(model) is None:
         raise InputError(
             f"{option} {model}: there is no such folder, and the hub's cache has no model of this "
             "name; engines start offline: name a folder, or fetch it first (hf download)"

@@ -18,7 +18,7 @@ from vllm_dspark.artifacts.pairs import Pair, read_pairs
 from vllm_dspark.artifacts.schema import CalibrationRecord, PositionRecord
 from vllm_dspark.artifacts.store import ArtifactStore, read_calibration, write_record
 from vllm_dspark.cli.figures import calibration_figures
-from vllm_dspark.cli.output import progress
+from vllm_dspark.cli.output import progress, require_writable
 from vllm_dspark.cli.prompt_files import PromptSet, load_prompts
 from vllm_dspark.cli.replicas import CalibrationReplica, PairsOfTask, Request
 from vllm_dspark.cli.spread import (
@@ -186,6 +186,7 @@ def check(options: CalibrateOptions) -> None:
             f"--prompts: {options.prompts} is neither a JSONL file nor a dataset folder: there is "
             "nothing of this name"
         )
+    require_writable(options.output, "--output")
     if options.against is not None and not options.against.is_file():
         raise InputError(f"cannot read {options.against}: no such file")
     if not 0.0 < options.held_out < 1.0:

@@ -15,7 +15,6 @@ from rich.console import Console
 from vllm_dspark.cli.exits import EXIT_USAGE, code_of, fail
 from vllm_dspark.cli.numbers import number
 from vllm_dspark.cli.output import console_for, require_writable, write_json
-from vllm_dspark.cli.preflight import require_servable
 from vllm_dspark.cli.spread import RayPlace
 from vllm_dspark.errors import DSparkError
 
@@ -91,6 +90,7 @@ def profile(
         from vllm_dspark.cli import profile as command
         from vllm_dspark.cli.draw import draw_image, require_drawable
         from vllm_dspark.cli.figures import cost_figures
+        from vllm_dspark.cli.preflight import require_servable
 
         _require_outputs(json_file, output, plot_file)
         require_drawable(plot_file)
@@ -189,6 +189,7 @@ def calibrate(
         from vllm_dspark.cli import calibrate as command
         from vllm_dspark.cli import calibrate_view as view
         from vllm_dspark.cli.draw import require_drawable
+        from vllm_dspark.cli.preflight import require_servable
 
         _require_outputs(json_file, output, plot_file)
         require_drawable(plot_file)

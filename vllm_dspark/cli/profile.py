@@ -20,7 +20,7 @@ from vllm_dspark.artifacts.fingerprint import Fingerprint
 from vllm_dspark.artifacts.schema import CostTableRecord
 from vllm_dspark.artifacts.store import write_record
 from vllm_dspark.cli.figures import cost_figures
-from vllm_dspark.cli.output import progress
+from vllm_dspark.cli.output import progress, require_writable
 from vllm_dspark.cli.replicas import ProfileReplica
 from vllm_dspark.cli.spread import RayPlace, Replicas, make_replicas, one_identity, require_cache
 from vllm_dspark.errors import CostTableError, UntrustedError
@@ -86,6 +86,7 @@ class ProfileReport:
 
 def run_profile(options: ProfileOptions, console: Console) -> ProfileReport:
     """Measure, save where a server finds it, and report. UntrustedError: nothing was saved."""
+    require_writable(options.output, "--output")
     console.print("starting the engine ...")
     with make_replicas(options.ray, ProfileReplica, (options.arguments,)) as replicas:
         identity = one_identity(replicas.describe())
