@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 from tests.bench.fakes import FakeHost
 from vllm_dspark.bench.identity import fingerprint
-from vllm_dspark.bench.modes import EngineLaunch, PairSpec
+from vllm_dspark.bench.modes import BenchError, EngineLaunch, PairSpec
 from vllm_dspark.bench.workload import WORKLOADS, Question, Sizes
 from vllm_dspark.cli import bench
 from vllm_dspark.cli.main import app
+from vllm_dspark.demo.target import drafter_path
 
 
 def run(*arguments: str) -> Any:
@@ -23,7 +24,8 @@ def run(*arguments: str) -> Any:
 def models(tmp_path: Path) -> list[str]:
     for name in ("target", "drafter"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"name": name}))
+        config = (drafter_path() / "config.json").read_text() if name == "drafter" else "{}"
+        (tmp_path / name / "config.json").write_text(config)
         (tmp_path / name / "tokenizer_config.json").write_text("{}")
     return ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter")]
 
@@ -49,15 +51,73 @@ def models(tmp_path: Path) -> list[str]:
         (["--replay", "/nowhere.npz"], "cannot read"),
         (["--pair", "{"], "is not JSON"),
         (["--pair", '{"target": "x"}'], "keys of"),
+        (["--pair", '{"width": "x"}'], "--pair: width = 'x': Input should be a valid integer"),
+        (["--pair", '{"widht": 3}'], "keys of"),
+        (["--pair", '{"width": 0}'], "--pair: width = 0: it must be at least 1"),
+        (["--pair", '{"plugin_options": {"shedule": 1}}'], "--pair: plugin_options: "),
+        (["--pair", '{"width": 8}', "--modes", "ours"], "--modes ours: "),
+        (["--modes", "off,fixed99"], "--modes fixed99: "),
+        (["--gate", "nonexistcmd x"], "--gate 'nonexistcmd x': there is no command"),
+        (["--start-gate", "'"], '--start-gate "\'" is no command'),
+        (["--target", "nope", "--drafter", "nope"], "--target nope: there is no such folder"),
+        (["--drafter", "nope"], "--target and --drafter belong together"),
+        (["--prompts", "nope"], "--prompts: cannot read prompts from nope: No such file"),
+        (["--out", __file__], "it is a file; name a folder"),
         (["--compare", "/nowhere/cells.jsonl"], "does not exist"),
+        (["--compare", "/dev/null"], "/dev/null is empty"),
         (["--json", "/"], "is a folder"),
+        (["--json", "/nowhere/x.json"], "there is no folder /nowhere"),
     ],
 )
-def test_wrong_usage_exits_with_2(arguments: list[str], message: str) -> None:
-    """Catches bad input that starts engines, or a traceback instead of a message."""
+def test_wrong_usage_exits_with_2(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches bad input that starts engines or makes files, or a traceback for a message."""
+    monkeypatch.chdir(tmp_path)
     result = run(*arguments)
     assert result.exit_code == 2, result.output
-    assert message in " ".join((result.output + result.stderr).split())
+    said = " ".join((result.output + result.stderr).split())
+    assert message in said
+    assert "Error(" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_cannot_be_made(models: list[str]) -> None:
+    """Catches exit code 1, or a bare errno, for a mistyped --out."""
+    result = run("--out", "/proc/x", *models)
+    assert result.exit_code == 2, result.output
+    assert "--out /proc/x: there is no folder /proc/x and it cannot be made" in result.stderr
+
+
+def test_failed_start_leaves_nothing_in_the_way(
+    tmp_path: Path, models: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a start that failed and whose conditions the next run must then share."""
+
+    class Dead(FakeHost):
+        def start(self) -> None:
+            raise BenchError("no memory")
+
+    alive = [False]
+
+    def make(launch: EngineLaunch) -> FakeHost:
+        return (FakeHost if alive[0] else Dead)(launch, {"off": 1}, [])
+
+    monkeypatch.setattr(bench, "_host_maker", lambda options: make)
+    words = ["--modes", "off", "--concurrency", "1", "--repeats", "1", *models]
+    words += ["--out", str(tmp_path / "deep" / "out")]
+    first = run(*words, "--tokens", "30")
+    assert first.exit_code == 1
+    assert "starting off" in first.output
+    alive[0] = True
+    assert run(*words, "--tokens", "40").exit_code == 0
+    other = run(*words, "--tokens", "50")
+    assert other.exit_code == 1 and "under other conditions" in other.stderr
+
+
+def test_help_lists_all_modes() -> None:
+    """Catches a mode that only the source tells of."""
+    assert "ours-full" in " ".join(run("-h").output.split())
 
 
 def test_run_and_comparison(

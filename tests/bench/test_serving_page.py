@@ -116,7 +116,9 @@ def test_goals_are_judged_by_the_cells(
 
 
 def test_nothing_is_written_without_data(root: Path, tmp_path: Path) -> None:
-    CellStore(tmp_path / "empty" / "cells.jsonl", PRINT)
+    (tmp_path / "empty").mkdir()  # conditions without a cell
+    header = json.dumps({"schema": 1, "fingerprint": PRINT})
+    (tmp_path / "empty" / "cells.jsonl").write_text(header + "\n")
     elsewhere = measured(tmp_path / "cpu")  # by "a GPU", whatever that is
     before = sorted(root.rglob("*"))
     assert h200_serving.main(["--run", f"x={tmp_path / 'empty'}"]) == 2

@@ -38,11 +38,22 @@ def test_torn_line_is_dropped_and_measured_again(tmp_path: Path) -> None:
 
 def test_other_conditions_are_refused(tmp_path: Path) -> None:
     """Catches a resume on another machine, or after the code has changed."""
-    CellStore(tmp_path / "c.jsonl", PRINT)
+    CellStore(tmp_path / "c.jsonl", PRINT).add(cell())
     with pytest.raises(BenchError, match=r"device: 'a CPU' and 'a GPU'"):
         CellStore(tmp_path / "c.jsonl", {**PRINT, "device": "a GPU"})
     with pytest.raises(BenchError, match="source"):
         CellStore(tmp_path / "c.jsonl", {**PRINT, "source": "2"})
+
+
+def test_a_run_without_cells_binds_nobody(tmp_path: Path) -> None:
+    """Catches conditions kept from a run that measured nothing, also one of an older release."""
+    path = tmp_path / "c.jsonl"
+    CellStore(path, PRINT)
+    assert not path.exists()
+    path.write_text(json.dumps({"schema": 1, "fingerprint": PRINT}) + "\n")
+    store = CellStore(path, {"device": "a GPU"})
+    store.add(cell())
+    assert read_cells([path])[0] == {"device": "a GPU"}
 
 
 def test_comparison_refuses_other_machines_but_not_other_sources(tmp_path: Path) -> None:

@@ -141,11 +141,13 @@ def test_judging_another_engines_temperatures(console, tmp_path):
         ({"temperatures": ()}, "--temperature"),
         ({"method": "magic"}, "--fit magic"),
         ({"recording": "x"}, "or a file with --output"),
+        ({"recording": "nowhere"}, "there is no such file"),
         ({"prompts": "nowhere"}, "neither a JSONL file nor a dataset"),
     ],
 )
 def test_wrong_usage(console, tmp_path, options, message):
     """Catches bad input found only after an engine has run for minutes."""
+    (tmp_path / "x").touch()
     for name in ("recording", "prompts"):
         if name in options:
             options = {**options, name: tmp_path / options[name]}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from tests.cli.test_report import report
@@ -16,7 +19,7 @@ from vllm_dspark import __version__
 from vllm_dspark.cli import demo, exits, serve
 from vllm_dspark.cli.main import app
 from vllm_dspark.demo.client import ServerError
-from vllm_dspark.demo.target import TargetError
+from vllm_dspark.demo.target import TargetError, drafter_path
 
 
 def run(*arguments: str) -> Any:
@@ -67,6 +70,9 @@ def test_results_come_as_json(command: Any) -> None:
         (["demo", "-k", "0"], "--num-speculative-tokens: 0 is outside"),
         (["demo", "--drafter", "/nowhere"], "no config.json"),
         (["demo", "--json", "/"], "is a folder"),
+        (["demo", "-k", "9"], "-k 9: "),
+        (["demo", "--logs", "/proc/zzz"], "--logs /proc/zzz: there is no folder"),
+        (["demo", "--logs", "/nowhere/zzz"], "--logs /nowhere/zzz: there is no folder /nowhere"),
         (["dance"], "No such command"),
     ],
 )
@@ -75,6 +81,21 @@ def test_wrong_usage_exits_with_2(arguments: list[str], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in result.output + result.stderr
+
+
+def test_drafter_without_its_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches servers that start for a drafter which the doctor knows to be incomplete."""
+    shutil.copy(drafter_path() / "config.json", tmp_path)
+    save_file({"norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    target = tmp_path / "target"
+    target.mkdir()
+    shape = {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}
+    (target / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+    monkeypatch.setattr(demo, "ensure_target", lambda: target)
+    monkeypatch.setattr(demo, "run", lambda *_: pytest.fail("servers were started"))
+    result = run("demo", "--drafter", str(tmp_path))
+    assert result.exit_code == 2, result.output
+    assert f"drafter {tmp_path}: " in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -167,7 +188,42 @@ def test_interrupted_while_it_is_still_importing(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "vllm-dspark: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["version"], ["version", "--json"], ["simulate", "-h"], ["--version"]]
+)
+def test_full_disk_is_one_line(arguments: list[str]) -> None:
+    """Catches a stack trace, or a success, where standard output takes nothing any more."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_dspark.cli", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("vllm-dspark: error: cannot write the output: No space left on device")
+
+
+def test_interrupt_inside_a_command_is_one_line(tmp_path: Path) -> None:
+    """Catches Ctrl-C that typer swallows without a word, or that shows a stack trace."""
+    script = (
+        "import vllm_dspark.cli.versions as v\n"
+        "def stop():\n    raise KeyboardInterrupt\n"
+        "v.installed_versions = stop\n"
+        "from vllm_dspark.cli.__main__ import main\n"
+        "import sys; sys.argv = ['vllm-dspark', 'version']\nmain()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "vllm-dspark: interrupted\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -13,6 +13,8 @@ from tests.cli.test_profile import counted_time  # noqa: F401 - a fixture
 from vllm_dspark.cli import calibrate, measuring_commands, profile, serve
 from vllm_dspark.cli.main import app
 
+SPEC = ["--speculative-config", '{"method": "dspark", "model": "org/drafter"}']
+
 
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -48,7 +50,7 @@ def test_arguments_of_vllm_pass_through_in_order(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(FakeProfile, "__init__", noted)
     theirs = ["TARGET", "--max-model-len", "512", "-tp", "2", "--dtype=float32", "--seed", "3"]
-    theirs += ["--speculative-config", '{"method": "dspark"}', "-O3", "--limit-mm-per-prompt", "{}"]
+    theirs += [*SPEC, "-O3", "--limit-mm-per-prompt", "{}"]
     result = run("profile", *theirs[:3], "--repeats", "3", *theirs[3:], "--full")
     assert result.exit_code == 0, result.output
     assert seen == [tuple(theirs)]
@@ -56,7 +58,7 @@ def test_arguments_of_vllm_pass_through_in_order(monkeypatch: pytest.MonkeyPatch
 
 def test_json_on_standard_output_is_alone_there() -> None:
     """Catches progress mixed into what a script reads."""
-    result = run("profile", "TARGET", "--json", "-")
+    result = run("profile", "TARGET", *SPEC, "--json", "-")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["command"] == "profile"
     assert "time of a step" in result.stderr
@@ -70,7 +72,7 @@ def test_noise_exits_with_3_and_writes_nothing(
     monkeypatch.setattr(FakeProfile, "noise", 2.0)
     files = [tmp_path / name for name in ("a.json", "b.json", "c.svg")]
     options = ["--output", files[0], "--json", files[1], "--plot", files[2]]
-    result = run("profile", "TARGET", "--time-limit", "1", *options)
+    result = run("profile", "TARGET", *SPEC, "--time-limit", "1", *options)
     assert result.exit_code == 3
     assert "the machine is busy" in result.stderr
     assert FakeProfile.saved is None
@@ -81,7 +83,7 @@ def test_profile_and_calibrate_feed_plot(tmp_path: Path) -> None:
     """Catches JSON that the next command cannot read."""
     pytest.importorskip("matplotlib", reason="drawing needs the `plot` extra")
     cost, fit, page = tmp_path / "p.json", tmp_path / "c.json", tmp_path / "r.html"
-    assert run("profile", "TARGET", "--json", cost).exit_code == 0
+    assert run("profile", "TARGET", *SPEC, "--json", cost).exit_code == 0
     recording = record(tmp_path / "pairs.jsonl", prompts=60, temperatures=(0.0,))
     arguments = ["--recording", recording, "--output", tmp_path / "cal.json", "--json", fit]
     result = run("calibrate", *arguments)
@@ -137,9 +139,48 @@ def test_wrong_usage_exits_with_2(arguments: list[str], message: str) -> None:
     assert message in result.output + result.stderr
 
 
+@pytest.mark.parametrize("command", ["profile", "calibrate"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --speculative-config"),
+        (["--speculative-config", "{"], "--speculative-config '{' is not JSON"),
+        (["--speculative-config", '{"method": "dspark", "model": "/nope"}'], "/nope does not"),
+        (["--speculative-config", '{"method": "ngram", "model": "org/d"}'], 'not "dspark"'),
+        ([*SPEC, "--output", "/nowhere/x.json"], "--output: cannot write /nowhere/x.json: there"),
+        ([*SPEC, "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
+    ],
+)
+def test_engine_arguments_are_judged_at_once(
+    monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str], message: str
+) -> None:
+    """Catches an engine that starts (and vLLM's own raw message) for what is wrong already."""
+
+    def started(*_: object) -> None:
+        pytest.fail("an engine was started")
+
+    monkeypatch.setattr(FakeProfile, "__init__", started)
+    monkeypatch.setattr(FakeCalibration, "__init__", started)
+    result = run(command, "TARGET", *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+
+
+def test_recording_is_missed_before_output() -> None:
+    """Catches advice about --output for a file that is not there."""
+    result = run("calibrate", "--recording", "/nowhere")
+    assert (result.exit_code, "there is no such file" in result.stderr) == (2, True)
+
+
+def test_empty_prompts_are_said_to_be_empty() -> None:
+    """Catches an empty file that is called no file."""
+    result = run("calibrate", "TARGET", *SPEC, "--prompts", "/dev/null")
+    assert (result.exit_code, "/dev/null holds 0 prompts" in result.stderr) == (2, True)
+
+
 def test_without_vllm_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an import error instead of how to install it."""
     monkeypatch.setattr(serve, "has_vllm", lambda: False)
-    result = run("profile", "TARGET")
+    result = run("profile", "TARGET", *SPEC)
     assert result.exit_code == 1
     assert "pip install" in result.stderr

@@ -9,9 +9,14 @@ import pytest
 
 from tests.artifacts.records import calibration_record, cost_record
 from vllm_dspark.artifacts.store import write_record
+from vllm_dspark.bench.report import SCHEMA
+from vllm_dspark.cli.exits import EXIT_FAILED, code_of
 from vllm_dspark.cli.figures import figures_of
+from vllm_dspark.cli.output import OutputError
 from vllm_dspark.cli.plot import run_plot
+from vllm_dspark.cli.result_figures import BENCH_SCHEMA, SIMULATION_VERSION
 from vllm_dspark.errors import InputError
+from vllm_dspark.simulation.result import SimulationRecord
 
 pytest.importorskip("matplotlib", reason="drawing needs the `plot` extra")
 
@@ -97,7 +102,7 @@ def test_page_needs_nothing_else(source: Path, tmp_path: Path) -> None:
 
 def test_images(source: Path, tmp_path: Path) -> None:
     """Catches a file of another format than its name says, and drawings that differ by run."""
-    png, svg, again = tmp_path / "a.png", tmp_path / "b" / "b.svg", tmp_path / "c.svg"
+    png, svg, again = tmp_path / "a.png", tmp_path / "b.svg", tmp_path / "c.svg"
     run_plot([source], png, None)
     assert png.read_bytes().startswith(b"\x89PNG")
     run_plot([source], svg, None)
@@ -154,11 +159,64 @@ def test_results_of_bench_and_simulate() -> None:
         "policy": "ours", "arrivals": "closed:8", "machine": "", "tpot_ms": {"p50": 10.0},
         "tokens_per_s": 640.0, "timeline": [{"t_s": 1.0, "mean_window": 4.0}],
     }  # fmt: skip
-    frontier, windows = figures_of({"kind": "simulation", "cells": [cell]}, "s")
+    frontier, windows = figures_of({"kind": "simulation", "version": 1, "cells": [cell]}, "s")
     assert frontier["series"][0]["x"] == [100.0]
     assert windows["series"][0] == {"label": "ours, closed:8", "x": [1.0], "y": [4.0]}
     with pytest.raises(InputError, match="no result of simulate or bench"):
-        figures_of({"kind": "simulation", "cells": [{"policy": "x"}]}, "s")
+        figures_of({"kind": "simulation", "version": 1, "cells": [{"policy": "x"}]}, "s")
+
+
+@pytest.mark.parametrize("version", [None, 5, "x", [], True, 1.0])
+def test_versions_of_results_are_checked(version: Any) -> None:
+    """Catches a result of another release drawn as if it were of this one."""
+    for kind in ({"kind": "simulation", "cells": []}, {"kind": "cost_table"}):
+        with pytest.raises(InputError, match="has version"):
+            figures_of({**kind, "version": version}, "s")
+    with pytest.raises(InputError, match="has schema"):
+        figures_of({"rows": [], "schema": version}, "s")
+
+
+def test_versions_are_those_that_are_written() -> None:
+    """Catches a new version of a result that `plot` would go on to refuse."""
+    assert SimulationRecord.model_fields["version"].default == SIMULATION_VERSION
+    assert SCHEMA == BENCH_SCHEMA
+
+
+@pytest.mark.parametrize("items", [None, 3, "x", [3], [None], [[]], {"a": 1}, [{"policy": 1}]])
+@pytest.mark.parametrize("simulated", [True, False])
+def test_results_of_wrong_types(items: Any, simulated: bool) -> None:
+    """Catches Python's own words, or a traceback, for a file that was edited."""
+    obj = {"kind": "simulation", "version": 1, "cells": items}
+    if not simulated:
+        obj = {"schema": 1, "rows": [items]}
+    with pytest.raises(InputError) as raised:
+        figures_of(obj, "s.json")
+    assert "Error(" not in str(raised.value) and "object" not in str(raised.value)
+
+
+def test_a_page_does_not_take_its_source_s_place(source: Path) -> None:
+    """Catches results overwritten by their drawing, and a page that no browser takes for one."""
+    before = source.read_text()
+    with pytest.raises(InputError, match=r"--html .*ends in \.html or \.htm"):
+        run_plot([source], None, source)
+    page, picture = source.with_name("r.html"), source.with_name("r.svg")
+    for path in (page, picture):
+        path.write_text(before)
+    with pytest.raises(InputError, match="is one of the files to draw"):
+        run_plot([source, page], None, page)
+    with pytest.raises(InputError, match="is one of the files to draw"):
+        run_plot([picture], picture, None)
+    assert {path.read_text() for path in (source, page, picture)} == {before}
+
+
+def test_outputs_that_cannot_be_written(source: Path) -> None:
+    """Catches folders made for a mistyped name, and a wrong exit code for a failed write."""
+    with pytest.raises(InputError, match=r"--html: cannot write .*there is no folder"):
+        run_plot([source], None, source.parent / "deep" / "r.html")
+    with pytest.raises(OutputError, match=r"cannot write /proc/b\.png") as raised:
+        run_plot([source], Path("/proc/b.png"), None)
+    assert code_of(raised.value) == EXIT_FAILED
+    assert [path.name for path in source.parent.iterdir()] == [source.name]
 
 
 def _series(**changes: Any) -> dict[str, Any]:
@@ -171,7 +229,7 @@ def _series(**changes: Any) -> dict[str, Any]:
     [
         ({"tokens": 1}, 'holds no "figures"'),
         ({"kind": "cost_table", "version": 99}, "has version 99; this release reads version 1"),
-        ({"kind": "cost_table", "version": 1}, "no whole cost_table record: KeyError"),
+        ({"kind": "cost_table", "version": 1}, "no whole cost_table record: 'grids' is missing"),
         ({"figures": 1}, '"figures" is no list'),
         ({"figures": []}, "nothing to draw"),
         ({"figures": [{"figure": "pie"}]}, "figure 1: kind 'pie' is none of"),

@@ -39,7 +39,7 @@ def console():
 
 def test_table_of_a_quiet_machine(console, tmp_path):
     """Catches cells that change places between measuring and the table."""
-    file = tmp_path / "deep" / "table.json"
+    file = tmp_path / "table.json"
     options = profile.ProfileOptions(("TARGET",), output=file)
     report = profile.run_profile(options, console)
     table = read_cost_table(file).to_table()

@@ -1,17 +1,19 @@
 """The command: sweeps, tables, files, exit codes."""
 
+import io
 import json
 import re
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.artifacts.records import cost_record
 from vllm_dspark.cli.main import app
-from vllm_dspark.cli.simulate import command
-from vllm_dspark.simulation.result import SimulationRecord
+from vllm_dspark.cli.simulate import command, view
+from vllm_dspark.simulation.result import CellResult, Percentiles, SimulationRecord
 from vllm_dspark.simulation.trace import read_trace, synthetic_trace, write_trace
 
 SMALL = ("--requests", "12", "--prompt-tokens", "4")
@@ -23,7 +25,7 @@ def run(*arguments: str):
 
 def test_sweep_to_json(tmp_path: Path) -> None:
     """Catches an option that is parsed and not simulated: one cell per combination."""
-    file = tmp_path / "deep" / "result.json"
+    file = tmp_path / "result.json"
     result = run(
         "--acceptance", "0.8,0.7", *SMALL, "--concurrency", "1,4", "-k", "1,2",
         "--min-gain", "0,0.1", "--dp", "1,2", "--bandwidth", "1,2", "--json", str(file),
@@ -131,22 +133,68 @@ def test_numbers_are_judged_before_anything_is_compiled(
     assert (rate.exit_code, "--rate 'nan'" in rate.stderr) == (2, True)
 
 
-def test_what_is_simulated_is_said_on_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches half a minute of silence while the simulator is compiled, and a spoilt stdout."""
-    real, calls = command.simulate, []
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+def test_compiling_is_said_where_one_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], patience_s: float
+) -> None:
+    """Catches half a minute of silence, and a minute announced that is no second."""
+    monkeypatch.setattr(command, "_PATIENCE_S", patience_s)
+    monkeypatch.setattr(command, "warm_up", lambda: time.sleep(0.3))
+    command._ready(Console(stderr=True))
+    shown = capsys.readouterr()
+    assert ("compiling the simulator" in shown.err) is (patience_s == 0.0)
+    assert shown.out == ""
 
-    def noted(*arguments: Any, **options: Any) -> Any:
-        calls.append(arguments)
-        return real(*arguments, **options)
 
-    monkeypatch.setattr(command, "simulate", noted)
-    arguments = ("--acceptance", "0.5", *SMALL, "--concurrency", "2", "--policy", "off")
-    shown = run(*arguments)
-    assert "compiling the simulator" in shown.stderr
-    assert "compiling" not in shown.stdout
-    assert len(calls) == 1
-    as_json = run(*arguments, "--json", "-")
-    assert json.loads(as_json.stdout)["kind"] == "simulation"
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--acceptance", "0.8", "-k", "3"), "3"),
+        (("--acceptance", "0.8,,0.7"), "there is no number between two commas"),
+        (("--acceptance", "0.8,0.7,"), "there is no number between two commas"),
+        (("--acceptance", "0.8", "--json", "/nowhere/x.json"), "--json: cannot write"),
+        (("--acceptance", "0.8", "--save-trace", "/nowhere/x"), "there is no folder /nowhere"),
+        (("--acceptance", "0.8", "--max-num-batched-tokens", "1"), "raise it"),
+    ],
+)
+def test_wrong_usage_is_said_before_anything_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    """Catches a minute of compiling before a usage error."""
+    monkeypatch.setattr(command, "warm_up", lambda: pytest.fail("it was compiled"))
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("vllm-dspark: error: ") and message in line
+
+
+def _cell(policy: str, tokens_per_s: float) -> CellResult:
+    ms = Percentiles(mean=12.5, p50=12.34, p90=20.0, p99=98765.4)
+    return CellResult(
+        policy=policy, arrivals="closed 64", width=7, replicas=1, min_gain=0.04, machine="",
+        requests=9, completed=9, steps=9, seconds=1.0, tokens_per_s=tokens_per_s,
+        steady_tokens_per_s=1.0, accepted_length=3.21, mean_window=4.56, windows=(1,),
+        acceptance=0.5, draft_share=0.87, step_ms=23.45, decode_step_ms=1.0, ttft_ms=ms,
+        tpot_ms=ms, latency_ms=ms, kinds={}, reasons={}, timeline=(),
+        simulated_steps_per_minute=1.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [24, 40, 80, 200])
+def test_numbers_are_never_cut(width: int) -> None:
+    """Catches a table whose headers or numbers end in an ellipsis on a narrow terminal."""
+    cells = (_cell("early_stop", 123456.7), _cell("threshold:0.5", 98765.4), _cell("ours", 1.5))
+    record = SimulationRecord(
+        created="", trace="t", cost_table="c", notes={"draft_width": "full"}, cells=cells
+    )
+    file = io.StringIO()
+    view.print_record(record, Console(file=file, width=width))
+    shown = file.getvalue()
+    assert "\u2026" not in shown
+    for word in ("tokens/s", "TPOT ms", "TTFT ms", "123456.7", "98765.4", "98.77", "87%", "23.45"):
+        assert word in shown, word
+    assert all(len(line.rstrip()) <= width for line in shown.splitlines())
+    assert (shown.count("policy") == 1) is (width >= 80)
 
 
 def test_full_draft_width_is_said() -> None:

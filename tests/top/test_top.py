@@ -242,8 +242,9 @@ def test_page_that_is_something_else(text: str) -> None:
 
 def test_http_errors_are_scrape_errors() -> None:
     """Catches urllib's exceptions reaching the user."""
-    with served([404]) as address, pytest.raises(ScrapeError, match="404"):
+    with served([404]) as address, pytest.raises(ScrapeError, match="404") as raised:
         fetch(f"http://{address}/metrics")
+    assert "answers, but with HTTP 404" in str(raised.value)  # a server is there
     with pytest.raises(ScrapeError):
         fetch("no-such-scheme://x")
 

@@ -1,8 +1,9 @@
 """Raw cells on disk: one JSON line each, appended as soon as it is measured.
 
-The first line is the header with the run's fingerprint. A run that is started again with the same
-file measures what is missing, provided that its fingerprint is the same; a torn last line (the
-process was killed while writing) is dropped.
+The first line is the header with the run's fingerprint, written with the first cell: a run that
+failed before leaves nothing that another one would have to agree with. A run that is started again
+with the same file measures what is missing, provided that its fingerprint is the same; a torn last
+line (the process was killed while writing) is dropped.
 """
 
 from __future__ import annotations
@@ -61,8 +62,11 @@ class CellStore:
         """Open or begin the file; BenchError if it belongs to another kind of run."""
         self.path = path
         self.cells: dict[CellKey, Cell] = {}
+        self._header = json.dumps({"schema": SCHEMA, "fingerprint": fingerprint}) + "\n"
         if path.exists() and path.stat().st_size:
             header, cells, whole = _read(path)
+            if not cells:
+                return
             changed = fingerprint_differences(header["fingerprint"], fingerprint)
             if changed:
                 raise BenchError(
@@ -72,17 +76,17 @@ class CellStore:
             self.cells = {cell.key: cell for cell in cells}
             with path.open("r+", encoding="utf-8") as file:
                 file.truncate(whole)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            header = {"schema": SCHEMA, "fingerprint": fingerprint}
-            path.write_text(json.dumps(header) + "\n", encoding="utf-8")
 
     def __contains__(self, key: CellKey) -> bool:
         return key in self.cells
 
     def add(self, cell: Cell) -> None:
-        """Append one cell."""
-        with self.path.open("a", encoding="utf-8") as file:
+        """Append one cell; the first one begins the file."""
+        if not self.cells:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a" if self.cells else "w", encoding="utf-8") as file:
+            if not self.cells:
+                file.write(self._header)
             file.write(json.dumps({"key": asdict(cell.key), "figures": cell.figures}) + "\n")
         self.cells[cell.key] = cell
 
@@ -115,13 +119,20 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Cell], int]:
     """Header, whole cells, and the length in bytes of what is whole."""
     raw = path.read_bytes()
     whole = raw.rfind(b"\n") + 1
-    lines = raw[:whole].decode("utf-8").splitlines()
+    if not whole:
+        raise BenchError(f"{path} is empty, or holds no whole line: no cell was measured")
     try:
+        lines = raw[:whole].decode("utf-8").splitlines()
         header = json.loads(lines[0])
         if header.get("schema") != SCHEMA:
             raise BenchError(f"{path} has schema {header.get('schema')!r}, this reads {SCHEMA}")
         objects = [json.loads(line) for line in lines[1:]]
         cells = [Cell(CellKey(**obj["key"]), obj["figures"]) for obj in objects]
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise BenchError(f"{path} is not a file of benchmark cells: {error!r}") from error
+        raise BenchError(f"{path} is not a file of benchmark cells: {_said(error)}") from error
     return header, cells, whole
+
+
+def _said(error: Exception) -> str:
+    """What was wrong, without Python's name for it."""
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -129,8 +129,11 @@ def load_questions(path: Path, max_characters: int) -> list[Question]:
         rows = [json.loads(line) for line in lines if line.strip()]
         found = [Question(str(row["domain"]), str(row["prompt"])) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else str(error)
+        if isinstance(error, OSError):
+            why = error.strerror or why
         raise BenchError(
-            f"cannot read prompts from {path}: {error!r}; wanted are JSON lines with the keys "
+            f"cannot read prompts from {path}: {why}; wanted are JSON lines with the keys "
             '"prompt" and "domain"'
         ) from error
     short = [question for question in found if len(question.text) <= max_characters]

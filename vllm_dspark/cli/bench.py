@@ -21,7 +21,6 @@ from vllm_dspark.bench.identity import SOURCE, fingerprint
 from vllm_dspark.bench.modes import BenchError, EngineLaunch, Mode, PairSpec, plan_engines
 from vllm_dspark.bench.process import Host, WorkerHost
 from vllm_dspark.bench.progress import Progress
-from vllm_dspark.bench.recorded import recorded_steps
 from vllm_dspark.bench.runner import Gates, Grid, run
 from vllm_dspark.bench.server import ServerHost
 from vllm_dspark.bench.store import Cell, CellStore, read_cells
@@ -33,14 +32,17 @@ from vllm_dspark.bench.workload import (
     load_questions,
     random_questions,
 )
+from vllm_dspark.cli.bench_checks import check, pair_fields
 from vllm_dspark.cli.demo import stop_on_signals
 from vllm_dspark.cli.numbers import Within
+from vllm_dspark.cli.output import make_folder
 from vllm_dspark.cli.serve import serve_environment
 from vllm_dspark.config import process_environment
 from vllm_dspark.cpu.build import is_cpu_build
 from vllm_dspark.demo.prompts import DOMAINS, prompts_of
 from vllm_dspark.demo.target import drafter_path, ensure_target
-from vllm_dspark.errors import InputError
+
+__all__ = ["BenchOptions", "check", "compare", "run_bench"]
 
 _RANDOM_LENGTH = 128  # tokens of a random prompt, as in DESIGN.md's table
 
@@ -85,38 +87,17 @@ class BenchOptions:
         **others: Any,
     ) -> BenchOptions:
         """From the command line's texts; BenchError names the option that cannot be read."""
-        _check_replays(**others)
         return cls(
             modes=tuple(_items("--modes", modes, Mode.parse)),
             concurrencies=tuple(_items("--concurrency", concurrencies, _requests)),
             temperatures=tuple(_items("--temperature", temperatures, _temperature)),
             workloads=tuple(_items("--workload", workloads, _workload)),
             sizes=Sizes(*sizes),
-            pair=_pair_fields(pair),
+            pair=pair_fields(pair),
             gates=Gates(*gates),
             limits=Limits(*limits),
             **others,
         )
-
-
-def _check_replays(
-    replays: Sequence[Path] = (), server: bool = False, engine_process: bool = False, **_: Any
-) -> None:
-    """Say before anything starts that a recording cannot be replayed."""
-    if not replays:
-        return
-    if server or engine_process:
-        raise BenchError(
-            "--replay reaches into the engine, which must run in the worker's process: leave out "
-            "--server and --engine-process"
-        )
-    if len({path.stem for path in replays}) < len(replays):
-        raise BenchError("--replay: two recordings have one name, which their cells would share")
-    for path in replays:
-        try:
-            recorded_steps(path)
-        except InputError as error:
-            raise BenchError(f"--replay: {error}") from error
 
 
 _Item = TypeVar("_Item")
@@ -143,24 +124,12 @@ def _workload(text: str) -> Workload:
     return dataclasses.replace(WORKLOADS[name], only=only)
 
 
-def _pair_fields(text: str) -> dict[str, Any]:
-    allowed = {f.name for f in dataclasses.fields(PairSpec)} - {"target", "drafter", "replayed"}
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise BenchError(f"--pair {text!r} is not JSON: {error}") from error
-    if not isinstance(found, dict) or not found.keys() <= allowed:
-        raise BenchError(f"--pair {text!r}: a JSON object with keys of {sorted(allowed)}")
-    return found
-
-
 def run_bench(options: BenchOptions, console: Console) -> dict[str, Any]:
-    """Measure what is missing in the run's folder, then write report, plots and tables."""
-    if options.slice_s and (options.share_engines or options.server):
-        raise BenchError(
-            "--slices lets engines take turns within a cell, which neither modes that share an "
-            "engine nor servers can: leave out --share-engines and --server"
-        )
+    """Measure what is missing in the run's folder, then write report, plots and tables.
+
+    options: as `bench_checks.check` found them good.
+    """
+    make_folder(options.out, "--out", parents=True)
     pair = _pair(options)
     grid = _grid(options)
     questions = _questions(options, pair)
@@ -169,7 +138,6 @@ def run_bench(options: BenchOptions, console: Console) -> dict[str, Any]:
     )
     transport = _transport(options)
     identity = fingerprint(pair, grid.workloads, questions, grid.sizes, transport)
-    options.out.mkdir(parents=True, exist_ok=True)
     store = CellStore(options.out / "cells.jsonl", identity)
     with stop_on_signals(), BarProgress(console) as progress:
         facts = run(
@@ -196,7 +164,7 @@ def compare(files: Sequence[Path], out: Path, console: Console) -> dict[str, Any
     """One report of several runs' cells; refuses runs of different fingerprints."""
     identity, cells = read_cells(files, ignore=SOURCE)
     found = report.make_report(identity, cells)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, "--out", parents=True)
     write_report(found, out, "bench", console)
     return found
 
@@ -226,8 +194,6 @@ def _table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) ->
 
 
 def _pair(options: BenchOptions) -> PairSpec:
-    if (options.target is None) != (options.drafter is None):
-        raise BenchError("--target and --drafter belong together: name both, or neither")
     if options.target is None or options.drafter is None:
         target, drafter = str(ensure_target()), str(drafter_path())
     else:
@@ -337,6 +303,7 @@ class BarProgress(Progress):
     def starting(self, launch: EngineLaunch) -> None:
         names = ", ".join(mode.name for mode in launch.modes)
         self._bar.update(self._task, description=f"starting {names}")
+        self._say(f"starting {names} ...")
 
     def started(self, launch: EngineLaunch, facts: dict[str, Any]) -> None:
         names = ", ".join(mode.name for mode in launch.modes)

@@ -131,7 +131,7 @@ class _Collected:
 
 def run_calibrate(options: CalibrateOptions, console: Console) -> CalibrateReport:
     """Collect, fit, judge and save. UntrustedError: too little data, nothing was saved."""
-    _check(options)
+    check(options)
     with _collecting(options, console) as collected:
         return _fitted(collected, options)
 
@@ -176,8 +176,17 @@ def _fitted(collected: _Collected, options: CalibrateOptions) -> CalibrateReport
     return CalibrateReport(record, fits, compared, facts, tuple(paths))
 
 
-def _check(options: CalibrateOptions) -> None:
-    require_writable(options.output)
+def check(options: CalibrateOptions) -> None:
+    """Raise InputError for options that are wrong from the start."""
+    if options.recording is not None and not options.recording.is_file():
+        why = "it is a folder" if options.recording.is_dir() else "there is no such file"
+        raise InputError(f"--recording: cannot read {options.recording}: {why}")
+    if options.prompts is not None and not options.prompts.exists():
+        raise InputError(
+            f"--prompts: {options.prompts} is neither a JSONL file nor a dataset folder: there is "
+            "nothing of this name"
+        )
+    require_writable(options.output, "--output")
     if options.against is not None and not options.against.is_file():
         raise InputError(f"cannot read {options.against}: no such file")
     if not 0.0 < options.held_out < 1.0:

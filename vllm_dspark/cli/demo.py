@@ -11,11 +11,13 @@ from types import FrameType
 
 from rich.console import Console
 
+from vllm_dspark.cli.output import make_folder
+from vllm_dspark.cli.preflight import require_drafter
 from vllm_dspark.cli.view import DemoView, result_table
 from vllm_dspark.demo.measure import Plan, run
 from vllm_dspark.demo.report import Report
 from vllm_dspark.demo.server import ServeSettings
-from vllm_dspark.demo.target import drafter_path, ensure_target
+from vllm_dspark.demo.target import drafter_path, ensure_target, target_path
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,19 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions, console: Console) -> Report:
-    """Make the target if it is missing, measure, show the table."""
+    """Make the target if it is missing, measure, show the table.
+
+    InputError for a drafter that cannot serve what is asked, before anything starts.
+    """
+    drafter = options.drafter or drafter_path()
+    width = options.num_speculative_tokens
+    require_drafter(str(target_path()), str(drafter), {f"-k {width}": width})
+    if options.log_folder is not None:
+        make_folder(options.log_folder, "--logs")
     console.print("looking for the target (SmolLM2-135M-Instruct, converted once) ...")
     target = ensure_target()
-    drafter = options.drafter or drafter_path()
+    # once more: without the target's config its tensors could not be looked at
+    require_drafter(str(target), str(drafter), {f"-k {width}": width})
     plan = Plan(
         ServeSettings(
             target,

@@ -5,6 +5,7 @@ SVG keeps text as text, so that the report can be searched, and carries no scrip
 
 from __future__ import annotations
 
+import contextlib
 import html
 import importlib.util
 import io
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_dspark.artifacts.schema import now
+from vllm_dspark.cli.output import OutputError
 from vllm_dspark.cli.result_figures import Figure
 from vllm_dspark.errors import InputError
 
@@ -65,12 +67,12 @@ def draw_image(figures: Sequence[Figure], path: Path) -> None:
     data = _render(figures, path.suffix[1:])
     temporary = path.with_name(f".{path.name}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(data)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise OutputError(f"cannot write {path}: {error.strerror}; name another file") from error
 
 
 def html_report(sources: Mapping[str, tuple[Mapping[str, Any], Sequence[Figure]]]) -> str:

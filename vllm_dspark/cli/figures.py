@@ -18,7 +18,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_dspark.artifacts.schema import VERSION
-from vllm_dspark.cli.result_figures import Figure, bench_figures, simulation_figures
+from vllm_dspark.cli.result_figures import (
+    BENCH_SCHEMA,
+    SIMULATION_VERSION,
+    Figure,
+    bench_figures,
+    simulation_figures,
+)
 from vllm_dspark.errors import InputError
 from vllm_dspark.planning.reliability import Bin, ClassFit
 
@@ -170,11 +176,7 @@ def figures_of(obj: Mapping[str, Any], where: str) -> list[Figure]:
     elif obj.get("kind") in ("cost_table", "calibration"):
         figures = _artifact_figures(obj, where)
     elif obj.get("kind") == "simulation" or isinstance(obj.get("rows"), list):
-        build = simulation_figures if obj.get("kind") == "simulation" else bench_figures
-        try:
-            figures = build(obj)
-        except (KeyError, TypeError, ZeroDivisionError) as error:
-            raise InputError(f"{where} is no result of simulate or bench: {error!r}") from error
+        figures = _result_figures(obj, where)
     else:
         raise InputError(
             f'{where} holds no "figures" and is no cost table or calibration; give the --json '
@@ -185,15 +187,32 @@ def figures_of(obj: Mapping[str, Any], where: str) -> list[Figure]:
     return figures
 
 
+def _result_figures(obj: Mapping[str, Any], where: str) -> list[Figure]:
+    simulated = obj.get("kind") == "simulation"
+    name, known = ("version", SIMULATION_VERSION) if simulated else ("schema", BENCH_SCHEMA)
+    version = obj.get(name)
+    if type(version) is not int or version != known:  # True is none either
+        raise InputError(f"{where} has {name} {version!r}; this release reads {name} {known}")
+    try:
+        return simulation_figures(obj) if simulated else bench_figures(obj)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        listed = "cells" if simulated else "rows"
+        why = f"{error} is missing" if isinstance(error, KeyError) else f"bad {listed!r}"
+        raise InputError(
+            f"{where} is no result of simulate or bench ({why}); give what --json wrote, unchanged"
+        ) from error
+
+
 def _artifact_figures(obj: Mapping[str, Any], where: str) -> list[Figure]:
-    if obj.get("version") != VERSION:
+    if type(obj.get("version")) is not int or obj["version"] != VERSION:
         raise InputError(
             f"{where} has version {obj.get('version')!r}; this release reads version {VERSION}"
         )
     try:
         return cost_figures(obj) if obj["kind"] == "cost_table" else recorded_figures(obj)
-    except (KeyError, TypeError, IndexError) as error:
-        raise InputError(f"{where} is no whole {obj['kind']} record: {error!r}") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else "a value is of another type"
+        raise InputError(f"{where} is no whole {obj['kind']} record: {why}") from error
 
 
 def _check(figure: Any, where: str) -> None:

@@ -87,7 +87,7 @@ def demo(
     from vllm_dspark.cli.serve import INSTALL_HINT, has_vllm
     from vllm_dspark.demo.client import ServerError
     from vllm_dspark.demo.target import TargetError
-    from vllm_dspark.errors import InputError
+    from vllm_dspark.errors import DSparkError, InputError
 
     if dtype not in ("bfloat16", "float32"):
         fail(f"--dtype {dtype!r}: choose bfloat16 or float32", EXIT_USAGE)
@@ -107,12 +107,12 @@ def demo(
         compile=compile_model,
     )
     try:
-        require_writable(json_file)
+        require_writable(json_file, "--json")
         report = command.run_demo(options, console_for(json_file))
         write_json(json_file, json.dumps(report.as_json(), indent=2))
     except InputError as error:
         fail(str(error), EXIT_USAGE)
-    except (TargetError, ServerError, OSError) as error:
+    except (DSparkError, TargetError, ServerError, OSError) as error:
         fail(str(error))
     if not report.identity.holds:
         fail("greedy outputs differ from those without speculation")
@@ -151,7 +151,7 @@ def bench(
         Path, typer.Option(metavar="FOLDER", help="Cells, report, plots and logs go here.")
     ] = Path("bench-results"),
     modes: Annotated[
-        str, typer.Option(help="Of off, off-v2, fixedK, pluginK, adaptive, ours.")
+        str, typer.Option(help="Of off, off-v2, fixedK, pluginK, adaptive, ours, ours-full.")
     ] = "off,fixed3,fixed7,ours",
     concurrency: Annotated[str, typer.Option(help="Requests in flight, comma-separated.")] = (
         "1,4,16"
@@ -242,7 +242,7 @@ def bench(
 
     console = console_for(json_file)
     try:
-        require_writable(json_file)
+        require_writable(json_file, "--json")
         if compare:
             write_json(json_file, json.dumps(command.compare(compare, out, console), indent=1))
             return
@@ -267,12 +267,15 @@ def bench(
             gates=(start_gate, gate, gate_seconds),
             limits=(time_limit, parallel_starts, keep_going),
         )
+        command.check(options)
     except (BenchError, InputError) as error:
         fail(str(error), EXIT_USAGE)
     if not has_vllm():
         fail(INSTALL_HINT)
     try:
         write_json(json_file, json.dumps(command.run_bench(options, console), indent=1))
+    except InputError as error:
+        fail(str(error), EXIT_USAGE)
     except (DSparkError, TargetError, ServerError, OSError) as error:
         fail(str(error))
 

@@ -90,9 +90,11 @@ def profile(
         from vllm_dspark.cli import profile as command
         from vllm_dspark.cli.draw import draw_image, require_drawable
         from vllm_dspark.cli.figures import cost_figures
+        from vllm_dspark.cli.preflight import require_servable
 
-        _require_outputs(json_file, plot_file)
+        _require_outputs(json_file, output, plot_file)
         require_drawable(plot_file)
+        require_servable(arguments, here=ray is None)
         _preload()
         options = command.ProfileOptions(
             arguments=arguments,
@@ -187,11 +189,10 @@ def calibrate(
         from vllm_dspark.cli import calibrate as command
         from vllm_dspark.cli import calibrate_view as view
         from vllm_dspark.cli.draw import require_drawable
+        from vllm_dspark.cli.preflight import require_servable
 
-        _require_outputs(json_file, plot_file)
+        _require_outputs(json_file, output, plot_file)
         require_drawable(plot_file)
-        if recording is None:
-            _preload()
         options = command.CalibrateOptions(
             arguments=arguments,
             prompts=prompts,
@@ -209,6 +210,11 @@ def calibrate(
             output=output,
             ray=_place(ray, replicas, arguments),
         )
+        command.check(options)
+        if arguments:
+            require_servable(arguments, here=ray is None)
+        if recording is None:
+            _preload()
         report = command.run_calibrate(options, console)
         view.show(report, console)
         write_json(json_file, report.to_json())
@@ -237,7 +243,7 @@ def plot(
     with _reporting(json_file) as console:
         from vllm_dspark.cli.plot import run_plot
 
-        require_writable(json_file)
+        require_writable(json_file, "--json")
         report = run_plot(files, out, page, only or ())
         for path in report.paths:
             console.print(f"wrote {path}", highlight=False, soft_wrap=True)
@@ -268,9 +274,9 @@ def _reporting(json_file: Path | None) -> Iterator[Console]:
         fail("interrupted, nothing was saved", 130)
 
 
-def _require_outputs(*paths: Path | None) -> None:
-    for path in paths:
-        require_writable(path)
+def _require_outputs(json_file: Path | None, output: Path | None, plot: Path | None) -> None:
+    for option, path in (("--json", json_file), ("--output", output), ("--plot", plot)):
+        require_writable(path, option)
 
 
 def _preload() -> None:

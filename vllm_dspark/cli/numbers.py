@@ -87,9 +87,11 @@ def number_list(
 
     needed: whether an empty text is an error.
     """
-    parts = [part for part in text.split(",") if part.strip()]
-    if needed and not parts:
+    parts = text.split(",") if text.strip() else []
+    if not any(part.strip() for part in parts) and (needed or parts):
         raise InputError(f"{option} {text!r}: give at least one number")
+    if not all(part.strip() for part in parts):
+        raise InputError(f"{option} {text!r}: there is no number between two commas, or beside one")
     try:
         return tuple(read(part) for part in parts)
     except ValueError as error:

@@ -45,8 +45,12 @@ def run_plot(
     if unknown:
         raise InputError(f"--only {', '.join(sorted(unknown))}: kinds are {', '.join(KINDS)}")
     require_drawable(image)
-    for path in (image, page):
-        require_writable(path)
+    if page is not None and page.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--html {page}: choose a name that ends in .html or .htm")
+    for option, path in (("--out", image), ("--html", page)):
+        require_writable(path, option)
+        if path is not None and any(_same(path, file) for file in files):
+            raise InputError(f"{option} {path} is one of the files to draw; name another")
     sources = _sources(files, only)
     figures = [figure for _, found in sources.values() for figure in found]
     if image is not None:
@@ -56,6 +60,13 @@ def run_plot(
     kinds = [figure["figure"] for figure in figures]
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
     return PlotReport(counts, tuple(str(path) for path in (image, page) if path is not None))
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them does not exist
+        return False
 
 
 def _sources(files: Sequence[Path], only: Sequence[str]) -> dict[str, Source]:

@@ -86,7 +86,7 @@ class ProfileReport:
 
 def run_profile(options: ProfileOptions, console: Console) -> ProfileReport:
     """Measure, save where a server finds it, and report. UntrustedError: nothing was saved."""
-    require_writable(options.output)
+    require_writable(options.output, "--output")
     console.print("starting the engine ...")
     with make_replicas(options.ray, ProfileReplica, (options.arguments,)) as replicas:
         identity = one_identity(replicas.describe())

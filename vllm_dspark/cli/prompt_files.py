@@ -36,7 +36,7 @@ def load_prompts(
         found = PromptSet("the packaged samples", "", _samples())
     elif path.is_dir():
         found = _from_rows(_dataset_rows(path), path, field)
-    elif path.is_file():
+    elif path.exists():  # a pipe and a device too
         found = _from_rows(_jsonl_rows(path), path, field)
     else:
         raise InputError(f"{path} is neither a JSONL file nor a dataset folder")

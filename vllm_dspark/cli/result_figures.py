@@ -11,6 +11,11 @@ from typing import Any
 
 Figure = dict[str, Any]
 
+# Of the files that are read here; tests compare them with bench/report.py and simulation/result.py,
+# whose imports (numba, numpy) a drawing does without.
+BENCH_SCHEMA = 1
+SIMULATION_VERSION = 1
+
 # More lines than this hide each other.
 _MAX_TIMELINES = 8
 
@@ -89,7 +94,7 @@ def simulation_figures(record: Mapping[str, Any]) -> list[Figure]:
     timelines: list[dict[str, Any]] = []
     for cell in record["cells"]:
         label = " ".join(filter(None, (cell["policy"], cell.get("machine"))))
-        tpot_ms = cell["tpot_ms"]["p50"]
+        tpot_ms = float(cell["tpot_ms"]["p50"])
         if tpot_ms:
             by_policy[label].append((1e3 / tpot_ms, cell["tokens_per_s"], cell["arrivals"]))
         timeline = cell.get("timeline") or ()

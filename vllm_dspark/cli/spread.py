@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_dspark.cli.output import require_writable
+from vllm_dspark.artifacts.store import why_unwritable
 from vllm_dspark.errors import DSparkError, EngineError, InputError
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,9 @@ def make_replicas(place: RayPlace | None, factory: type, arguments: Sequence[Any
 def require_cache(identity: Mapping[str, Any], place: RayPlace | None) -> None:
     """Raise InputError before minutes of work that could not be kept; actors are not asked."""
     if place is None:
-        require_writable(Path(identity["cache_dir"]) / "artifact.json")
+        file = Path(identity["cache_dir"]) / "artifact.json"
+        if why := why_unwritable(file):  # unlike a user's file, its folder is made
+            raise InputError(f"cannot write {file}: {why}")
 
 
 def one_identity(descriptions: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def simulate(
     from itertools import product
 
     from vllm_dspark.cli.output import console_for, require_writable, write_json
-    from vllm_dspark.cli.simulate import command
+    from vllm_dspark.cli.simulate import command, view
     from vllm_dspark.errors import DSparkError
     from vllm_dspark.simulation.scenario import Arrivals, Policy, Scenario
     from vllm_dspark.simulation.whatif import Machine
@@ -176,8 +176,8 @@ def simulate(
                 number_list("--tp", tp, Within(int, 1, _ENGINES)),
             )
         )
-        require_writable(json_file)
-        require_writable(save_trace)
+        require_writable(json_file, "--json")
+        require_writable(save_trace, "--save-trace")
         loads = (
             tuple(Arrivals("closed", n) for n in sizes)
             if arrivals == "closed"
@@ -217,7 +217,7 @@ def simulate(
         )
         record = command.run_sweep(sweep, inputs, exact)
         command.save_trace(save_trace, inputs.trace)
-        command.print_record(record, console)
+        view.print_record(record, console)
         write_json(json_file, record.model_dump_json(indent=1))
     except DSparkError as error:
         fail(str(error), code_of(error))

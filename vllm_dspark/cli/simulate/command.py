@@ -1,21 +1,20 @@
 """Sweeps of the simulator: what is varied, what is printed."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from vllm_dspark.artifacts.store import read_calibration, read_cost_table
-from vllm_dspark.cli.output import progress
+from vllm_dspark.cli.output import OutputError, progress
 from vllm_dspark.errors import SimulationError
 from vllm_dspark.planning.calibration import Calibration
 from vllm_dspark.planning.cost import CostTable
 from vllm_dspark.planning.facts import PlannerOptions
-from vllm_dspark.simulation.result import CellResult, SimulationRecord, now
+from vllm_dspark.simulation.result import SimulationRecord, now
 from vllm_dspark.simulation.run import simulate, warm_up
 from vllm_dspark.simulation.scenario import Arrivals, Scenario, parse_policy
 from vllm_dspark.simulation.trace import Trace, read_trace, synthetic_trace, write_trace
@@ -29,6 +28,7 @@ from vllm_dspark.simulation.whatif import (
 
 DEFAULT_POLICIES = ("off", "fixed", "argmax", "early_stop", "ours")
 _MAX_CELLS = 4096
+_PATIENCE_S = 2.0  # loading compiled code takes less
 _EXAMPLE = "example (no --cost-table): shaped like an 8B model on an H200"
 
 
@@ -124,14 +124,11 @@ def run_sweep(sweep: Sweep, inputs: Inputs, exact: bool) -> SimulationRecord:
     plan = list(cells(sweep, inputs.trace))
     if len(plan) > _MAX_CELLS:
         raise SimulationError(f"{len(plan)} combinations; at most {_MAX_CELLS} are simulated")
+    _check(plan, inputs)
     found = []
-    # On standard error: none of it is a result, and compiling would be a minute of silence.
+    # On standard error: none of it is a result.
     aside = Console(stderr=True)
-    aside.print(
-        "compiling the simulator (about a minute, once per installation; else it is loaded) ...",
-        soft_wrap=True,
-    )
-    warm_up()
+    _ready(aside)
     with progress(aside) as bars:
         bar = bars.add_task("simulating", total=len(plan), note="")
         for number, (scenario, width, machine) in enumerate(plan):
@@ -156,6 +153,32 @@ def run_sweep(sweep: Sweep, inputs: Inputs, exact: bool) -> SimulationRecord:
         notes={**inputs.notes, "draft_width": _width_note(inputs.table)},
         cells=tuple(found),
     )
+
+
+def _check(plan: Sequence[tuple[Scenario, int, Machine]], inputs: Inputs) -> None:
+    """Raise SimulationError for what cannot be simulated, before anything is compiled."""
+    for width in dict.fromkeys(width for _, width, _ in plan):
+        inputs.trace.narrowed(width)
+    for scenario, width, machine in plan:
+        scenario.check_width(width)
+        scaled(for_width(inputs.table, inputs.table_width, width), machine)
+
+
+def _ready(aside: Console) -> None:
+    """Compile or load the simulator; says so only where one has to wait for it."""
+
+    def say() -> None:
+        aside.print(
+            "compiling the simulator (about a minute, once per installation) ...", soft_wrap=True
+        )
+
+    timer = threading.Timer(_PATIENCE_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        warm_up()
+    finally:
+        timer.cancel()
 
 
 def _width_note(table: CostTable) -> str:
@@ -190,49 +213,9 @@ def planner_options(
 
 def save_trace(path: Path | None, trace: Trace) -> None:
     """The compact form of what was read."""
-    if path is not None:
+    if path is None:
+        return
+    try:
         write_trace(path, trace)
-
-
-def print_record(record: SimulationRecord, console: Console) -> None:
-    """A table per load and machine; the fastest row of each is marked."""
-    console.print(f"trace: {record.trace}\ncost table: {record.cost_table}", highlight=False)
-    several = len({cell.min_gain for cell in record.cells}) > 1
-    groups: dict[tuple[str, str, int], list[CellResult]] = {}
-    for cell in record.cells:
-        groups.setdefault((cell.arrivals, cell.machine, cell.replicas), []).append(cell)
-    for (load, machine, replicas), cells_of in groups.items():
-        title = load + (f", {replicas} engines" if replicas > 1 else "")
-        console.print(_table(title + (f", {machine}" if machine else ""), cells_of, several))
-    if any(cell.policy == "ours" for cell in record.cells):
-        console.print(f"ours: {record.notes['draft_width']}", highlight=False, soft_wrap=True)
-    unfinished = [c for c in record.cells if c.completed < c.requests]
-    if unfinished:
-        console.print(f"{len(unfinished)} runs ended at the step limit, before their requests did")
-
-
-_TITLES = ("policy", "K", "tokens/s", "AL", "window", "step ms", "TPOT ms", "TTFT ms", "p99 s")
-
-
-def _table(title: str, rows: Sequence[CellResult], several_gains: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    for name in (*_TITLES, "drafts"):
-        justify = "left" if name == "policy" else "right"
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    best = max(cell.tokens_per_s for cell in rows)
-    for cell in rows:
-        gain = f", gain {cell.min_gain:g}" if several_gains and cell.policy == "ours" else ""
-        table.add_row(
-            cell.policy + gain,
-            str(cell.width),
-            f"{cell.tokens_per_s:.1f}",
-            f"{cell.accepted_length:.2f}",
-            f"{cell.mean_window:.2f}",
-            f"{cell.step_ms:.2f}",
-            f"{cell.tpot_ms.p50:.2f}",
-            f"{cell.ttft_ms.p50:.1f}",
-            f"{cell.latency_ms.p99 / 1e3:.2f}",
-            f"{cell.draft_share:.0%}",
-            style="bold" if cell.tokens_per_s >= best else None,
-        )
-    return table
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}; name another file") from error

@@ -73,6 +73,12 @@ def fetch(url: str, timeout_s: float = 5.0) -> str:
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             body: bytes = answer.read()
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise ScrapeError(
+            f"{url} answers, but with HTTP {error.code} ({error.reason}): no metrics are there; is "
+            "this the address of a vLLM server?"
+        ) from error
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
         raise ScrapeError(
             f"{url} does not answer: {error}; is the server up, and is this its address?"
