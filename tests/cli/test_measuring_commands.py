@@ -49,7 +49,7 @@ def test_arguments_of_vllm_pass_through_in_order(monkeypatch: pytest.MonkeyPatch
         honest(self, arguments)
 
     monkeypatch.setattr(FakeProfile, "__init__", noted)
-    theirs = ["TARGET", "--max-model-len", "512", "-tp", "2", "--dtype=float32", "--seed", "3"]
+    theirs = ["org/target", "--max-model-len", "512", "-tp", "2", "--dtype=float32", "--seed", "3"]
     theirs += [*SPEC, "-O3", "--limit-mm-per-prompt", "{}"]
     result = run("profile", *theirs[:3], "--repeats", "3", *theirs[3:], "--full")
     assert result.exit_code == 0, result.output
@@ -58,7 +58,7 @@ def test_arguments_of_vllm_pass_through_in_order(monkeypatch: pytest.MonkeyPatch
 
 def test_json_on_standard_output_is_alone_there() -> None:
     """Catches progress mixed into what a script reads."""
-    result = run("profile", "TARGET", *SPEC, "--json", "-")
+    result = run("profile", "org/target", *SPEC, "--json", "-")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["command"] == "profile"
     assert "time of a step" in result.stderr
@@ -72,7 +72,7 @@ def test_noise_exits_with_3_and_writes_nothing(
     monkeypatch.setattr(FakeProfile, "noise", 2.0)
     files = [tmp_path / name for name in ("a.json", "b.json", "c.svg")]
     options = ["--output", files[0], "--json", files[1], "--plot", files[2]]
-    result = run("profile", "TARGET", *SPEC, "--time-limit", "1", *options)
+    result = run("profile", "org/target", *SPEC, "--time-limit", "1", *options)
     assert result.exit_code == 3
     assert "the machine is busy" in result.stderr
     assert FakeProfile.saved is None
@@ -83,7 +83,7 @@ def test_profile_and_calibrate_feed_plot(tmp_path: Path) -> None:
     """Catches JSON that the next command cannot read."""
     pytest.importorskip("matplotlib", reason="drawing needs the `plot` extra")
     cost, fit, page = tmp_path / "p.json", tmp_path / "c.json", tmp_path / "r.html"
-    assert run("profile", "TARGET", *SPEC, "--json", cost).exit_code == 0
+    assert run("profile", "org/target", *SPEC, "--json", cost).exit_code == 0
     recording = record(tmp_path / "pairs.jsonl", prompts=60, temperatures=(0.0,))
     arguments = ["--recording", recording, "--output", tmp_path / "cal.json", "--json", fit]
     result = run("calibrate", *arguments)
@@ -161,7 +161,7 @@ def test_engine_arguments_are_judged_at_once(
 
     monkeypatch.setattr(FakeProfile, "__init__", started)
     monkeypatch.setattr(FakeCalibration, "__init__", started)
-    result = run(command, "TARGET", *arguments)
+    result = run(command, "org/target", *arguments)
     assert result.exit_code == 2, result.output
     assert message in result.stderr
 
@@ -174,13 +174,13 @@ def test_recording_is_missed_before_output() -> None:
 
 def test_empty_prompts_are_said_to_be_empty() -> None:
     """Catches an empty file that is called no file."""
-    result = run("calibrate", "TARGET", *SPEC, "--prompts", "/dev/null")
+    result = run("calibrate", "org/target", *SPEC, "--prompts", "/dev/null")
     assert (result.exit_code, "/dev/null holds 0 prompts" in result.stderr) == (2, True)
 
 
 def test_without_vllm_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an import error instead of how to install it."""
     monkeypatch.setattr(serve, "has_vllm", lambda: False)
-    result = run("profile", "TARGET", *SPEC)
+    result = run("profile", "org/target", *SPEC)
     assert result.exit_code == 1
     assert "pip install" in result.stderr
