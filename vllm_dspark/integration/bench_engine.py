@@ -95,7 +95,7 @@ class DrivenEngine:
 
     def counters(self) -> dict[str, float]:
         """Running sums by name, labels but the engine's own in braces."""
-        metrics = getattr(self.scheduler, "dspark_metrics", None)
+        metrics = getattr(self._own_scheduler, "dspark_metrics", None)
         if metrics is not None:
             metrics.publish()  # which it does a few times a second by itself; cells may be shorter
         self._engine.do_log_stats()
@@ -103,8 +103,7 @@ class DrivenEngine:
 
     def verified(self) -> tuple[int, int] | None:
         """Requests that verified so far and the sum of their windows, where ours counts them."""
-        core = getattr(self._engine.engine_core, "engine_core", None)
-        totals = getattr(core.scheduler, "dspark_totals", None) if core is not None else None
+        totals = getattr(self._own_scheduler, "dspark_totals", None)
         return None if totals is None else (totals.request_steps, int(totals.windows[-1]))
 
     def set_scheduling(self, enabled: bool) -> None:
@@ -129,6 +128,11 @@ class DrivenEngine:
     def runner(self) -> Any:
         """The model runner, where engine core and worker are in this process."""
         return self._core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def _own_scheduler(self) -> Any:
+        """The scheduler, or None where the engine core runs in a process of its own."""
+        return getattr(getattr(self._engine.engine_core, "engine_core", None), "scheduler", None)
 
     @property
     def _core(self) -> Any:
