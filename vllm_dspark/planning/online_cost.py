@@ -80,6 +80,21 @@ class _Correction:
         return self.times
 
 
+class _SharedFactor:
+    """What all sizes of a mode, or all draft passes, take more than in the table; a logarithm."""
+
+    def __init__(self) -> None:
+        self.log = 0.0
+        self._watch = ShiftWatch()
+
+    def learn(self, ratio: float) -> bool:
+        """Follow log(measured / predicted) of one step; whether the machine itself has changed."""
+        shift = self._watch.observe(ratio)
+        step = shift or _RATE_MODE * _bounded(ratio, _CLIP)
+        self.log = _bounded(self.log + step, BOUND_MODE)
+        return shift != 0.0
+
+
 class CostModel:
     """A cost table that follows what steps really take; prices whole size axes at once."""
 
@@ -88,10 +103,8 @@ class CostModel:
         table.validate()
         self.table = table
         self.online = online
-        self._mode_factor = dict.fromkeys(StepMode, 0.0)
-        self._draft_factor = 0.0
-        self._mode_watch = {mode: ShiftWatch() for mode in StepMode}
-        self._draft_watch = ShiftWatch()
+        self._mode_factor = {mode: _SharedFactor() for mode in StepMode}
+        self._draft_factor = _SharedFactor()
         self._until_refresh = _REFRESH
         # by request count and columns (None: all), until the next refresh
         self._draft_ms: dict[tuple[int, int | None], float] = {}
@@ -172,27 +185,21 @@ class CostModel:
         if key is None or predicted is None:
             return False
         ratio = _log_ratio(timing.forward_ms, predicted[1])
-        shift = self._mode_watch[mode].observe(ratio)
-        step = shift or _RATE_MODE * _bounded(ratio, _CLIP)
-        self._mode_factor[mode] = _bounded(self._mode_factor[mode] + step, BOUND_MODE)
-        if not shift:
-            self._move(key, timing.num_tokens, _bounded(ratio, _CLIP))
-        return shift != 0.0
+        if self._mode_factor[mode].learn(ratio):
+            return True
+        self._move(key, timing.num_tokens, _bounded(ratio, _CLIP))
+        return False
 
     def _observe_draft(self, timing: StepTiming, draft_ms: float) -> bool:
         """The same for the draft pass of the step."""
         columns = timing.draft_width
         ratio = _log_ratio(draft_ms, self.draft_ms(timing.num_requests, columns))
-        shift = self._draft_watch.observe(ratio)
-        innovation = _bounded(ratio, _CLIP)
-        step = shift or _RATE_MODE * innovation
-        self._draft_factor = _bounded(self._draft_factor + step, BOUND_MODE)
-        if shift:
+        if self._draft_factor.learn(ratio):
             return True
         if columns is None:
-            self._move(_DRAFT, timing.num_requests, innovation)
+            self._move(_DRAFT, timing.num_requests, _bounded(ratio, _CLIP))
         else:
-            self._shares.correct(columns, innovation)
+            self._shares.correct(columns, _bounded(ratio, _CLIP))
         return False
 
     def drift(self, limit: float) -> list[Drift]:
@@ -230,7 +237,7 @@ class CostModel:
         return replace(self.table, grids=grids, draft=draft, narrow=narrow)
 
     def _factor(self, key: GridKey | None) -> float:
-        return self._draft_factor if key is None else self._mode_factor[key[0]]
+        return (self._draft_factor if key is None else self._mode_factor[key[0]]).log
 
     def _move(self, key: GridKey | None, size: int, innovation: float) -> None:
         """Shift the residual of the cell that priced `size`."""
