@@ -159,6 +159,17 @@ class TestForced:
         assert planner(options).plan(facts(3), excluded).reason is Reason.EXCLUDED
 
 
+def repeat_unseen(one, other, seen, step):
+    """Steps that `one` lets pass unseen and `other` repeats one by one; their number."""
+    ahead = one.rest_ahead
+    one.repeated(ahead)
+    for later in range(step, step + ahead):
+        assert other.shortcut(facts(later), seen.owner, seen.num_drafts) is not None
+        assert other.rest > 1
+    assert one.rest == other.rest
+    return ahead
+
+
 class TestLazy:
     def test_settled_native_steps_are_repeated_without_planning(self):
         one = planner(PlannerOptions())
@@ -209,14 +220,8 @@ class TestLazy:
                 if each.shortcut(facts(step), seen.owner, seen.num_drafts) is None:
                     each.plan(facts(step), seen)
             step += 1
-            ahead = one.rest_ahead
-            one.repeated(ahead)
-            for _ in range(ahead):
-                assert other.shortcut(facts(step), seen.owner, seen.num_drafts) is not None
-                assert other.rest > 1
-                step += 1
-            skipped += ahead
-            assert one.rest == other.rest
+            ahead = repeat_unseen(one, other, seen, step)
+            step, skipped = step + ahead, skipped + ahead
         assert skipped > 150
         assert planner(PlannerOptions()).rest_ahead == 0
 
@@ -292,14 +297,8 @@ class TestLazy:
                 found.append(plan or each.plan(facts(step), seen))
             assert found[0] == found[1]
             step += 1
-            ahead = one.rest_ahead
-            one.repeated(ahead)
-            for _ in range(ahead):
-                assert other.shortcut(facts(step), seen.owner, seen.num_drafts) is not None
-                assert other.rest > 1
-                step += 1
-            skipped += ahead
-            assert one.rest == other.rest
+            ahead = repeat_unseen(one, other, seen, step)
+            step, skipped = step + ahead, skipped + ahead
         assert skipped > 50
 
     def test_a_shrunken_batch_is_not_repeated_unseen(self):
