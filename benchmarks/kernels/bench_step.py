@@ -56,7 +56,8 @@ class WindowStep:
         allocate_windows(self.out, self.confidence, self.prior, self.requests, self.budget)
 
     def verify(self) -> None:
-        host = {k: getattr(self.requests, k).cpu().numpy() for k in WindowRequests.__slots__}
+        names = ("capacity", "floor", "num_drafts", "num_rows")
+        host = {name: getattr(self.requests, name).cpu().numpy() for name in names}
         confidence = self.confidence.cpu().numpy()
         conditional = np.where(np.isnan(confidence), np.float32(0.5), confidence).T.copy()
         admitted = allocate(

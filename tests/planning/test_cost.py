@@ -58,6 +58,23 @@ class TestRefusals:
     def test_dips_within_the_spread_are_allowed(self):
         simple(grid((1, 2, 4), (1.0, 2.0, 1.9), spread=0.05)).validate()
 
+    @pytest.mark.parametrize(("mode", "fits"), [(FULL, True), (EAGER, False)])
+    def test_kernel_selection_dips_deeper_in_captured_graphs(self, mode, fits):
+        """Qwen3-8B on an H200 takes 6.027 ms at 8 tokens and 5.694 ms at 16."""
+        dipping = grid((8, 16, 64), (6.027, 5.694, 8.0), spread=0.001)
+        table = CostTable({(mode, shape): dipping for shape in StepShape}, GOOD)
+        if fits:
+            table.validate()
+            return
+        with pytest.raises(CostTableError, match="non_monotone"):
+            table.validate()
+
+    def test_a_deep_dip_of_captured_graphs_is_refused(self):
+        dipping = grid((8, 16, 64), (6.8, 5.694, 8.0), spread=0.01)
+        table = CostTable({(FULL, shape): dipping for shape in StepShape}, GOOD)
+        with pytest.raises(CostTableError, match="non_monotone"):
+            table.validate()
+
     def test_flat_in_one_kv_node_is_flat(self):
         cells = [[1.0, 2.0], [3.0, 3.0]]
         with pytest.raises(CostTableError, match="flat"):
