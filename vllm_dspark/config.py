@@ -48,6 +48,10 @@ def _as_tuple(value: object) -> object:
 
 
 _OptionalPath = Annotated[Path | None, BeforeValidator(_as_path)]
+# As a path would be; a file of this name is "./auto".
+_Evidence = Annotated[
+    Literal["auto"] | Path | None, BeforeValidator(lambda v: v if v == "auto" else _as_path(v))
+]
 _Window = Annotated[int, Field(ge=1)]
 _TestWindows = Annotated[
     Literal["full", "random"]
@@ -161,10 +165,11 @@ class DSparkConfig(BaseModel):
         "evidence is positive; otherwise scheduling is off from the start.",
         "true or false",
     )
-    confidence_mixed_evidence: _OptionalPath = _option(
+    confidence_mixed_evidence: _Evidence = _option(
         None,
-        "Evidence that scheduling steps with prefill chunks pays; null keeps those steps native.",
-        _PATH,
+        'Evidence that scheduling steps with prefill chunks pays; "auto" schedules them once '
+        "enough were timed in this run to price them; null keeps those steps native.",
+        'a file path, "auto", or null',
     )
     online_calibration: bool = _option(
         True, "Correct the calibration while serving, within bounds.", "true or false"

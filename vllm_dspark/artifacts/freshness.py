@@ -178,6 +178,14 @@ def _evidence(config: DSparkConfig, live: Fingerprint, found: Resolution) -> Res
         raise _RefusedError("no admission evidence is named ('admission_evidence')")
     if config.confidence_mixed_evidence is None:
         return found
+    if config.confidence_mixed_evidence == "auto":
+        if config.online_cost:
+            return replace(found, mixed=True)
+        note = (
+            'steps with prefill rows stay native: "confidence_mixed_evidence": "auto" prices them '
+            'by served steps, which "online_cost": false leaves unmeasured; allow online_cost'
+        )
+        return replace(found, notes=(*found.notes, note))
     # Mixed steps are native unless proven otherwise, so this evidence is always checked
     # in full; without it decode-only steps are still scheduled.
     try:

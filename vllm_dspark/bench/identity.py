@@ -124,6 +124,8 @@ def _file_digests(options: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name in _FILES:
         value = options.get(name)
-        if value is not None:
+        if value == "auto":
+            found[name] = value
+        elif value is not None:
             found[name] = hashlib.sha256(Path(value).read_bytes()).hexdigest()[:16]
     return found

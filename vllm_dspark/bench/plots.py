@@ -41,6 +41,8 @@ def _figure(rows: Rows, paint: Callable[[Any, Rows], bool], path: Path) -> bool:
     from matplotlib import pyplot as plt
 
     panels = sorted({(row["workload"], row["temperature"]) for row in rows})
+    if not panels:  # time was over before the first cell
+        return False
     figure, axes = plt.subplots(
         1, len(panels), figsize=(5.2 * len(panels), 4.0), squeeze=False, layout="constrained"
     )

@@ -36,6 +36,8 @@ from vllm_dspark.planning.table import NO_LIMIT, RequestTable
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
+_PREFILL_RATE = 0.2  # of the running mean of prefill rows per step
+
 IntArray = npt.NDArray[np.int32]
 SlotArray = npt.NDArray[np.int64]
 
@@ -68,6 +70,7 @@ class Conductor(LearningSteps):
         self.times = StepTimes()
         self.step_id = 0
         self._kv_tokens = 0  # of the step being planned
+        self._prefill_rows = 0.0  # of steps that had some, lately
         self.restated = 0  # orders that vLLM's scheduling made different from their plans
         self._resolution = resolution
         self._options = options
@@ -180,11 +183,14 @@ class Conductor(LearningSteps):
         mode = StepMode.MIXED if outlook.mixed else self._mode
         native_mode = StepMode.MIXED if outlook.mixed else self._native_mode
         arrived, self._num_arrived = self._num_arrived, 0
+        # A step with prompts is of a size that only scheduling will tell.
+        prefill_rows = round(self._prefill_rows) if outlook.mixed else 0
         return StepFacts(
             step_id=self.step_id,
             mode=mode,
             native_mode=native_mode,
             kv_tokens=self._kv_tokens,
+            reserved_rows=prefill_rows,
             num_waiting=outlook.num_waiting,
             num_arrived=arrived,
         )
@@ -239,12 +245,10 @@ class Conductor(LearningSteps):
         drafts = np.array([len(step.drafts.get(name, ())) for name in names], dtype=np.int32)
         others = step.num_tokens - len(names) - int(drafts.sum())
         mixed = others > 0
-        if (
-            mixed
-            and trims_on_device
-            and not self._resolution.mixed
-            and plan.reason is not Reason.FORCED
-        ):
+        if mixed:
+            self._prefill_rows += _PREFILL_RATE * (others - self._prefill_rows)
+        trims_mixed = self.planner is not None and self.planner.trims_mixed
+        if mixed and trims_on_device and not trims_mixed and plan.reason is not Reason.FORCED:
             # Nothing has been cut yet, and nothing says that trimming such a step pays.
             plan = replace(plan, kind=PlanKind.NATIVE, reason=Reason.MIXED)
             trims_on_device = False

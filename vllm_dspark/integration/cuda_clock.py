@@ -3,7 +3,8 @@
 The first event is recorded where vLLM's step-timing hook is called, right before the target's
 forward pass; the second when drafting begins, so that logits and rejection are in the first part;
 the third when drafting has been launched. One step in a few is timed: corrections of the cost table
-need no more, and an untimed step pays nothing.
+need no more, and an untimed step pays nothing. Steps with prefill rows are all timed: nothing else
+says what they cost, and beside their launches three events are nothing.
 """
 
 from collections import deque
@@ -17,7 +18,7 @@ from vllm.v1.worker.gpu.async_utils import StepTimingCollector
 
 from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
 
-PERIOD = 4  # of all steps, one in this many is timed
+PERIOD = 4  # of decode steps, one in this many is timed
 _MAX_PENDING = 8
 _Events = tuple[torch.cuda.Event, ...]  # forward start, draft start, draft end
 
@@ -48,7 +49,8 @@ class CudaClock(StepTimingCollector):
             return
         self.armed = False
         self._steps += 1
-        if self._steps % self.period or len(self._pending) >= _MAX_PENDING:
+        due = input_batch.has_prefill or self._steps % self.period == 0
+        if not due or len(self._pending) >= _MAX_PENDING:
             return
         self._running = self._spare.pop() if self._spare else _events()
         self._described = _description(input_batch, full_cudagraph, self._width, self._ungraphed)

@@ -13,7 +13,8 @@ corrected, a machine that slows down would make every unvisited cell look better
 it is, and the planner would run in circles. Where most of the last steps agree that
 the machine has changed, the shared factor therefore follows at once (shift.py). A cell
 whose factor passes the drift limit after enough samples is reported; `corrected_table`
-is what gets persisted.
+is what gets persisted. Steps with prefill rows, of which tables have no cells, are
+priced by their own times alone (mixed_cost.py).
 """
 
 import math
@@ -32,6 +33,7 @@ from vllm_dspark.planning.cost import (
     StepTiming,
 )
 from vllm_dspark.planning.draft_cost import DraftShares
+from vllm_dspark.planning.mixed_cost import MixedCosts
 from vllm_dspark.planning.shift import ShiftWatch
 
 Float64Array = npt.NDArray[np.float64]
@@ -105,6 +107,8 @@ class CostModel:
         self.online = online
         self._mode_factor = {mode: _SharedFactor() for mode in StepMode}
         self._draft_factor = _SharedFactor()
+        self._mixed = MixedCosts()
+        self._has_mixed_grid = table.resolve(StepMode.MIXED, StepShape.RAGGED) is not None
         self._until_refresh = _REFRESH
         # by request count and columns (None: all), until the next refresh
         self._draft_ms: dict[tuple[int, int | None], float] = {}
@@ -130,7 +134,7 @@ class CostModel:
         """Sizes, twice, and their verification times at a kv load; None if never measured."""
         key = self.table.resolve(mode, shape)
         if key is None:
-            return None
+            return self._mixed.target.nodes() if mode is StepMode.MIXED else None
         state = self._corrections[key]
         return state.grid.sizes, state.grid.size_array, state.at(kv_tokens)
 
@@ -140,7 +144,8 @@ class CostModel:
         """Padded size and verification time of one step; None if it cannot be priced."""
         key = self.table.resolve(mode, shape)
         if key is None:
-            return None
+            learned = self._mixed.target.at(num_tokens) if mode is StepMode.MIXED else None
+            return None if learned is None else (num_tokens, learned)
         state = self._corrections[key]
         if not mode.padded:
             times = state.at(kv_tokens)
@@ -155,8 +160,20 @@ class CostModel:
         """Whether draft passes narrower than K have prices of their own."""
         return self._shares.available
 
-    def draft_ms(self, num_requests: int, columns: int | None = None) -> float:
-        """Time of one draft pass of some columns (None: all K)."""
+    @property
+    def prices_mixed(self) -> bool:
+        """Whether steps with prefill rows have prices."""
+        return self._has_mixed_grid or self._mixed.ready
+
+    def draft_ms(
+        self, num_requests: int, columns: int | None = None, mode: StepMode | None = None
+    ) -> float:
+        """Time of one draft pass of some columns (None: all K) in a step of this mode."""
+        if mode is StepMode.MIXED:
+            learned = self._mixed.draft.at(num_requests)
+            if learned is not None:
+                share = 1.0 if columns is None else self._shares.of(num_requests, columns)
+                return learned * share
         known = self._draft_ms.get((num_requests, columns))
         if known is None:
             state = self._corrections[_DRAFT]
@@ -169,6 +186,10 @@ class CostModel:
     def observe(self, timing: StepTiming) -> None:
         """Correct prices with one measured step."""
         if not self.online:
+            return
+        if timing.mode is StepMode.MIXED and not self._has_mixed_grid:
+            full = timing.draft_ms if timing.draft_width is None else None
+            self._mixed.observe(timing.num_tokens, timing.num_requests, timing.forward_ms, full)
             return
         shifted = self._observe_forward(timing)
         if timing.draft_ms is not None:

@@ -17,8 +17,14 @@ finds (SKIP_LEFTOVER) and makes no new ones; then steps are SINGLE. Every
 `probe_interval` steps one of them drafts (PROBE_DRAFT) and the next verifies the few
 drafts that fit the next padded size (PROBE_VERIFY), so acceptance stays measured.
 When drafting pays again, the step that notices drafts (NO_DRAFTS) and the next one
-verifies: speculation is back within two steps. Steps with prefill rows are native,
-but do not end a pause unless there are `probe_interval` of them in a row.
+verifies: speculation is back within two steps.
+
+Steps with prefill rows have prices of their own once enough of them were served
+(mixed_cost.py). With evidence (`options.mixed`) they are planned like all others then.
+Without, they stay native: whatever drafts there are get verified. Whether they end with
+a draft pass is still decided, by those prices, since under load hardly any step has no
+prefill rows; before there are prices they keep a pause of drafting, unless there are
+`probe_interval` of them in a row.
 """
 
 from dataclasses import dataclass, field, replace
@@ -59,6 +65,8 @@ class Planner:
     def __post_init__(self) -> None:
         self.selector = KindSelector(self.options.min_gain, self.options.hysteresis_steps)
         self._widths: WidthSelector | None = None  # made with the first batch, which has K
+        # Native or pause, of steps with prefill rows that must not be trimmed.
+        self._mixed_selector = KindSelector(self.options.min_gain, self.options.hysteresis_steps)
         self._drain = DrainWatch()
         self._since_draft = 0  # steps since the drafter last ran
         self._probing = False  # the last step drafted only to look
@@ -97,6 +105,8 @@ class Planner:
         if forced and batch.owner.size and not any_of(batch.excluded):
             return self._finish(self._forced(facts, batch))
         reason = self._standing_aside(facts, batch)
+        if reason is Reason.MIXED and self._judges_mixed(batch):
+            return self._finish(self._mixed(facts, batch))
         if reason is not None:
             self._keep_or_end_pause(reason)
             return self._finish(self._native(facts, batch, reason, None))
@@ -154,15 +164,44 @@ class Planner:
             return Reason.DISABLED
         if any_of(batch.excluded):
             return Reason.EXCLUDED
-        if (facts.reserved_rows or facts.mode is StepMode.MIXED) and not self.options.mixed:
+        mixed = facts.reserved_rows > 0 or facts.mode is StepMode.MIXED
+        if mixed and not self.options.mixed:
             return Reason.MIXED
-        if self.cost is None:
+        if self.cost is None or (mixed and not self.cost.prices_mixed):
             return Reason.UNPRICED
         # In a pause nothing new becomes known but by probes, and priors are all there is.
         paused = self.selector.kind is PlanKind.SKIP_DRAFT
         if not paused and batch.known is not None and not np.count_nonzero(batch.known):
             return Reason.UNKNOWN
         return None
+
+    @property
+    def trims_mixed(self) -> bool:
+        """Whether steps with prefill rows may be trimmed: evidence and prices are there."""
+        return self.options.mixed and self.cost is not None and self.cost.prices_mixed
+
+    def _judges_mixed(self, batch: RequestBatch) -> bool:
+        """Whether a step with prefill rows that stays native can say if drafting pays."""
+        priced = self.cost is not None and self.cost.prices_mixed
+        known = batch.known is None or bool(np.count_nonzero(batch.known))
+        return priced and (known or self._mixed_selector.kind is PlanKind.SKIP_DRAFT)
+
+    def _mixed(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
+        """A step with prefill rows, all its drafts verified; drafts again if that pays."""
+        self._unjudged = 0
+        facts = replace(facts, mode=StepMode.MIXED, native_mode=StepMode.MIXED)
+        seen = Promises(self._prices, self.options, facts, batch).evaluate()
+        if seen.native is None or seen.skip is None:
+            self._mixed_selector.reset()
+            return self._native(facts, batch, Reason.MIXED, seen.native)
+        kind, reason = self._mixed_selector.select(seen.native.goodput, 0.0, seen.skip.goodput)
+        if kind is not PlanKind.SKIP_DRAFT:
+            return self._native(facts, batch, Reason.MIXED, seen.native)
+        if np.count_nonzero(batch.num_drafts):
+            return replace(self._native(facts, batch, Reason.MIXED, seen.native), draft_next=False)
+        if self._since_draft + 1 >= self.options.probe_interval:
+            return self._single(facts, batch, seen, Reason.PROBE_DRAFT, self._full_pass(batch))
+        return self._single(facts, batch, seen, reason, None)
 
     def _keep_or_end_pause(self, reason: Reason) -> None:
         """A few prefill steps keep a pause of drafting; nobody would end it otherwise."""
@@ -306,7 +345,8 @@ class Planner:
     ) -> VerifyPlan:
         nothing, kind, own = np.zeros_like(batch.num_drafts), PlanKind.SKIP_DRAFT, seen.skip
         if own is not None and drafting is not None:
-            own = replace(own, ms=own.ms + self._prices.draft_ms(batch.owner.size, drafting[0]))
+            draft_ms = self._prices.draft_ms(batch.owner.size, drafting[0], facts.mode)
+            own = replace(own, ms=own.ms + draft_ms)
         prices = (own, seen.native)
         return self._plan(facts, batch, kind, reason, 0, nothing, drafting, prices)
 

@@ -79,7 +79,7 @@ class Promises:
         alive = survival(batch.acceptance)
         num_requests, width = batch.owner.size, batch.num_positions
         ranking = self._rank(alive, batch.capacity)
-        drafted = self._overhead + self._prices.draft_ms(num_requests)
+        drafted = self._overhead + self._prices.draft_ms(num_requests, mode=facts.mode)
         trim = best_ragged(
             self._prices, facts.mode, self._rows, ranking, drafted + self._allocation
         )
@@ -106,12 +106,15 @@ class Promises:
         for width in widths:
             capacity = np.minimum(batch.capacity, np.int32(width))
             ranking = self._rank(alive[:width], capacity)
-            fixed_ms = self._overhead + self._prices.draft_ms(batch.owner.size, width)
+            fixed_ms = self._overhead + self._draft_ms(width)
             option = best_ragged(
                 self._prices, self._facts.mode, self._rows, ranking, fixed_ms + self._allocation
             )
             found.append(Promise(width, option, ranking))
         return found
+
+    def _draft_ms(self, columns: int | None) -> float:
+        return self._prices.draft_ms(self._batch.owner.size, columns, self._facts.mode)
 
     def _rank(self, alive: FloatArray, capacity: IntArray) -> Ranking:
         reserved, floor = self._batch.reserved, None
@@ -132,7 +135,7 @@ class Promises:
         """Best budget for the drafts at hand; columns: of the draft pass behind it, 0: none."""
         fixed_ms = self._overhead + self._allocation
         if columns != 0:
-            fixed_ms += self._prices.draft_ms(self._batch.owner.size, columns)
+            fixed_ms += self._draft_ms(columns)
         return best_ragged(self._prices, self._facts.mode, self._rows, ranking, fixed_ms)
 
     def probe(self, ranking: Ranking) -> Option | None:

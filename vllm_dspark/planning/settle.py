@@ -47,7 +47,7 @@ def settle(
     if cost is not None and priced is not None:
         ms = priced[1] + cost.table.overhead_ms
         if plan.draft_next:
-            ms += cost.draft_ms(num_requests, plan.draft_width)
+            ms += cost.draft_ms(num_requests, plan.draft_width, facts.mode)
     return replace(
         plan,
         step_id=facts.step_id,

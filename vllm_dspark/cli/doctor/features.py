@@ -199,7 +199,7 @@ def check_artifacts(subject: Subject) -> Iterator[Finding]:
             yield Finding("calibration", "ok", f"{options.calibration} fits K = {width}")
     for name in ("admission_evidence", "confidence_mixed_evidence"):
         path = getattr(options, name)
-        if path is not None:
+        if path is not None and path != "auto":
             try:
                 read_admission(path)
             except ArtifactError as error:
