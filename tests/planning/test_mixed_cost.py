@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.planning.builders import batch, facts, table_from
 from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
 from vllm_dspark.planning.facts import PlannerOptions
-from vllm_dspark.planning.mixed_cost import MIN_SAMPLES, MixedCosts, SizeCurve
+from vllm_dspark.planning.mixed_cost import MIN_SAMPLES, MixedCosts
 from vllm_dspark.planning.online_cost import CostModel
 from vllm_dspark.planning.plan import PlanKind, Reason
 from vllm_dspark.planning.planner import Planner
@@ -21,7 +21,8 @@ def fed(cost, slope, *, requests=64, draft_ms=4.0, base=10.0, steps=200, windows
     """`cost`, after mixed steps of full windows and prompts of 50 to 400 tokens."""
     rng = np.random.default_rng(seed)
     for _ in range(steps):
-        tokens = requests * windows + int(rng.integers(50, 400))
+        prompts = int(rng.integers(50, 400))
+        tokens = requests * windows + prompts
         cost.observe(
             StepTiming(
                 StepMode.MIXED,
@@ -31,55 +32,78 @@ def fed(cost, slope, *, requests=64, draft_ms=4.0, base=10.0, steps=200, windows
                 0,
                 (base + slope * tokens) * float(np.exp(rng.normal(0.0, 0.03))),
                 draft_ms if windows > 1 else None,
+                prefill_rows=prompts,
             )
         )
     return cost
 
 
 class TestCurve:
-    def test_no_price_before_enough_samples_of_different_sizes(self):
-        curve = SizeCurve()
-        for _ in range(10 * MIN_SAMPLES):
-            curve.add(500, 10.0)
-        assert curve.at(500) is None
-        for _ in range(MIN_SAMPLES):
-            curve.add(1000, 20.0)
-        assert curve.at(500) == pytest.approx(10.0)
-        assert curve.at(750) == pytest.approx(15.0, rel=0.01)
+    def learn(self, rows, prompts, ms, *, steps=300, seed=1, noise=0.03):
+        """Costs after steps of rows and prefill rows drawn from two ranges; ms(rows, prompts)."""
+        cost, rng = MixedCosts(), np.random.default_rng(seed)
+        for _ in range(steps):
+            v, p = int(rng.integers(*rows)), int(rng.integers(*prompts))
+            cost.observe(v, p, 64, ms(v, p) * np.exp(rng.normal(0.0, noise)), 4.0)
+        return cost
 
-    @pytest.mark.parametrize("slope", [0.0, 0.01, 0.05])
-    def test_reaches_beyond_what_was_served(self, slope):
+    def test_no_price_before_enough_samples(self):
         cost = MixedCosts()
-        rng = np.random.default_rng(1)
-        for _ in range(300):
-            tokens = int(rng.integers(600, 1200))
-            cost.observe(tokens, 64, (10.0 + slope * tokens) * np.exp(rng.normal(0, 0.03)), 4.0)
-        for tokens in (150, 600, 900, 1200, 1800):
-            assert cost.target.at(tokens) == pytest.approx(10.0 + slope * tokens, rel=0.25)
-        assert cost.target.at(900) == pytest.approx(10.0 + slope * 900, rel=0.05)
+        for _ in range(MIN_SAMPLES - 1):
+            cost.observe(500, 100, 64, 10.0, 4.0)
+        assert not cost.ready and cost.step_ms(600) is None and cost.draft_ms(64) is None
+        cost.observe(500, 100, 64, 10.0, 4.0)
+        assert cost.ready
+        assert cost.step_ms(600) == pytest.approx(10.0)
+        assert cost.draft_ms(64) == pytest.approx(4.0)
+
+    @pytest.mark.parametrize("dear", [0.0, 0.01, 0.05])
+    def test_reaches_beyond_what_was_served(self, dear):
+        def ms(v, p):
+            return 10.0 + dear * v + 0.2 * dear * p
+
+        cost = self.learn((500, 800), (50, 400), ms)
+        assert 150 <= cost.prefill_rows <= 300
+        for v in (150, 500, 800, 1400):
+            at_mean = ms(v, cost.prefill_rows)
+            near = 0.05 if 500 <= v <= 800 else 0.25
+            assert cost.step_ms(round(v + cost.prefill_rows)) == pytest.approx(at_mean, rel=near)
+
+    def test_rows_of_prompts_do_not_pass_for_verified_ones(self):
+        """Full windows only, so nothing but prompts makes sizes vary, and those cost little."""
+        cost = self.learn((511, 513), (50, 400), lambda v, p: 10.0 + 0.05 * v + 0.01 * p)
+        expected = 10.0 + 0.05 * 512 + 0.01 * cost.prefill_rows
+        assert cost.step_ms(round(512 + cost.prefill_rows)) == pytest.approx(expected, rel=0.05)
+        assert cost.served(512) and not cost.served(256)
+        for _ in range(4):  # once some were trimmed, their own times count
+            cost.observe(256, 225, 64, 10.0 + 0.05 * 256 + 0.01 * 225, 4.0)
+        assert cost.served(256)
+        expected = 10.0 + 0.05 * 256 + 0.01 * cost.prefill_rows
+        assert cost.step_ms(round(256 + cost.prefill_rows)) == pytest.approx(expected, rel=0.05)
 
     def test_a_stalled_step_moves_little(self):
-        curve = SizeCurve()
-        for i in range(200):
-            curve.add(500 + 5 * (i % 40), 10.0)
-        curve.add(600, 5000.0)
+        cost = self.learn((500, 700), (50, 60), lambda v, p: 10.0, noise=0.0)
+        cost.observe(600, 55, 64, 5000.0, 4.0)
         for i in range(4):
-            curve.add(500 + 60 * i, 10.0)
-        assert curve.at(600) == pytest.approx(10.0, rel=0.06)
+            cost.observe(500 + 60 * i, 55, 64, 10.0, 4.0)
+        assert cost.step_ms(655) == pytest.approx(10.0, rel=0.06)
 
     @given(
         st.lists(
-            st.tuples(st.integers(0, 10_000), st.floats(allow_nan=True, allow_infinity=True)),
+            st.tuples(
+                st.integers(-5, 10_000),
+                st.integers(-5, 10_000),
+                st.floats(allow_nan=True, allow_infinity=True),
+            ),
             max_size=200,
         )
     )
     def test_prices_are_positive_finite_and_never_fall(self, samples):
-        curve = SizeCurve()
-        for size, ms in samples:
-            curve.add(size, ms)
-        nodes = curve.nodes()
-        if nodes is not None:
-            sizes, array, times = nodes
+        cost = MixedCosts()
+        for rows, prompts, ms in samples:
+            cost.observe(rows, prompts, max(rows // 8, 0), ms, ms)
+        if cost.ready:
+            sizes, array, times = cost.axis()
             assert list(sizes) == array.tolist() == sorted(set(sizes))
             assert np.isfinite(times).all() and (times > 0.0).all()
             assert (np.diff(times) >= -1e-9 * times[1:]).all()
@@ -101,8 +125,9 @@ class TestModel:
         assert not cost.prices_mixed
         fed(cost, 0.05)
         assert cost.prices_mixed
-        priced = cost.step_ms(StepMode.MIXED, StepShape.NATIVE, 0, 700)
-        assert priced == (700, pytest.approx(45.0, rel=0.05))
+        tokens = 512 + cost.prefill_rows
+        priced = cost.step_ms(StepMode.MIXED, StepShape.NATIVE, 0, tokens)
+        assert priced == (tokens, pytest.approx(10.0 + 0.05 * tokens, rel=0.05))
         assert cost.draft_ms(64, mode=StepMode.MIXED) == pytest.approx(4.0)
         assert before == (cost.step_ms(StepMode.FULL, StepShape.NATIVE, 0, 512), cost.draft_ms(64))
 
@@ -114,7 +139,10 @@ class TestModel:
 class TestPlanner:
     """Under load: each step has prompts. 64 requests; acceptance .8 each."""
 
-    def run(self, cost, *, mixed, slope, base=10.0, steps=120, acceptance=0.8, requests=64):
+    def run(
+        self, cost, *, mixed, slope, base=10.0, steps=120, acceptance=0.8, requests=64,
+        dear_prompts=True,
+    ):  # fmt: skip
         """Plans of steps whose times follow from what is verified, as an engine would have them."""
         planner = Planner(cost, PlannerOptions(mixed=mixed, hysteresis_steps=2))
         drafts = np.full(requests, K, dtype=np.int32)
@@ -135,8 +163,9 @@ class TestPlanner:
                     requests,
                     tokens,
                     0,
-                    base + slope * tokens,
+                    base + slope * (tokens - prompt) + (slope if dear_prompts else 0.0) * prompt,
                     4.0 if plan.draft_next else None,
+                    prefill_rows=prompt,
                 )
             )
             drafts = np.full(requests, K if plan.draft_next else 0, dtype=np.int32)
@@ -170,6 +199,16 @@ class TestPlanner:
         # 62 ms and .2 a draft, 64 tokens and .8^k a draft: 3 of 7 are best
         budgets = np.array([plan.budget for plan in late])
         assert 2 * 64 <= np.median(budgets) <= 4 * 64
+
+    def test_another_size_is_tried_where_only_full_windows_were_served(self):
+        """Prompts cost nothing, so full windows say nothing about what fewer rows would save: the
+        guess is that they save nothing, and a planner that trusts it never finds out."""
+        plans = self.run(cost_model(), mixed=True, slope=0.2, base=15.0, dear_prompts=False)
+        tried = [i for i, plan in enumerate(plans) if plan.reason is Reason.EXPLORE]
+        assert tried and len(tried) <= 8
+        late = plans[60:]
+        assert all(plan.kind is PlanKind.TRIM for plan in late)
+        assert 2 * 64 <= np.median([plan.budget for plan in late]) <= 4 * 64
 
     def test_without_prices_nothing_changes(self):
         planner = Planner(cost_model(), PlannerOptions(mixed=True))

@@ -36,8 +36,6 @@ from vllm_dspark.planning.table import NO_LIMIT, RequestTable
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
-_PREFILL_RATE = 0.2  # of the running mean of prefill rows per step
-
 IntArray = npt.NDArray[np.int32]
 SlotArray = npt.NDArray[np.int64]
 
@@ -70,7 +68,6 @@ class Conductor(LearningSteps):
         self.times = StepTimes()
         self.step_id = 0
         self._kv_tokens = 0  # of the step being planned
-        self._prefill_rows = 0.0  # of steps that had some, lately
         self.restated = 0  # orders that vLLM's scheduling made different from their plans
         self._resolution = resolution
         self._options = options
@@ -184,7 +181,8 @@ class Conductor(LearningSteps):
         native_mode = StepMode.MIXED if outlook.mixed else self._native_mode
         arrived, self._num_arrived = self._num_arrived, 0
         # A step with prompts is of a size that only scheduling will tell.
-        prefill_rows = round(self._prefill_rows) if outlook.mixed else 0
+        cost = self.planner.cost if self.planner is not None else None
+        prefill_rows = cost.prefill_rows if outlook.mixed and cost is not None else 0
         return StepFacts(
             step_id=self.step_id,
             mode=mode,
@@ -245,8 +243,6 @@ class Conductor(LearningSteps):
         drafts = np.array([len(step.drafts.get(name, ())) for name in names], dtype=np.int32)
         others = step.num_tokens - len(names) - int(drafts.sum())
         mixed = others > 0
-        if mixed:
-            self._prefill_rows += _PREFILL_RATE * (others - self._prefill_rows)
         trims_mixed = self.planner is not None and self.planner.trims_mixed
         if mixed and trims_on_device and not trims_mixed and plan.reason is not Reason.FORCED:
             # Nothing has been cut yet, and nothing says that trimming such a step pays.

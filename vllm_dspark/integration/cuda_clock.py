@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.async_utils import StepTimingCollector
 
+from vllm_dspark.integration.reporting import prefill_rows
 from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
 
 PERIOD = 4  # of decode steps, one in this many is timed
@@ -113,6 +114,8 @@ def _description(
     if input_batch.has_prefill:
         mode = StepMode.MIXED
 
+    prompt_rows = prefill_rows(input_batch)
+
     def describe() -> StepTiming:
         windows = np.diff(offsets)
         if trimmed_on_device:
@@ -124,6 +127,8 @@ def _description(
         else:
             shape = StepShape.RAGGED
         kv_tokens = int(lengths[:num_requests].sum())
-        return StepTiming(mode, shape, num_requests, num_tokens, kv_tokens, 0.0)
+        return StepTiming(
+            mode, shape, num_requests, num_tokens, kv_tokens, 0.0, prefill_rows=prompt_rows
+        )
 
     return describe

@@ -9,7 +9,7 @@ from vllm_dspark.integration.metrics_totals import StepTimes
 from vllm_dspark.integration.outcomes import StepOutcomes
 from vllm_dspark.integration.report import StepReport
 from vllm_dspark.integration.resting import RestingSteps, off_rest
-from vllm_dspark.planning.cost import CostTable, StepTiming
+from vllm_dspark.planning.cost import CostTable, StepMode, StepTiming
 from vllm_dspark.planning.lookup import SlotLookup
 from vllm_dspark.planning.observed import ObservedCosts
 
@@ -61,7 +61,9 @@ class LearningSteps(RestingSteps):
     def _take_timing(self, timing: StepTiming) -> None:
         planner = self.planner
         self._num_timings += 1
-        if timing.num_requests >= _MANY_REQUESTS and self._num_timings % _TIMED_PERIOD:
+        many = timing.num_requests >= _MANY_REQUESTS
+        # Of steps with prefill rows each counts: their prices come from nothing else.
+        if many and self._num_timings % _TIMED_PERIOD and timing.mode is not StepMode.MIXED:
             return
         if planner is not None and planner.cost is not None:
             self.times.add(timing, planner.cost)

@@ -158,7 +158,15 @@ class StepClock:
             forward_ms=self.total_ms - (self.draft_ms or 0.0),
             draft_ms=self.draft_ms,
             draft_width=self.draft_width if self.draft_ms is not None else None,
+            prefill_rows=prefill_rows(input_batch),
         )
+
+
+def prefill_rows(input_batch: Any) -> int:
+    """Tokens of prompts in a step."""
+    if not input_batch.has_prefill:
+        return 0
+    return int(input_batch.num_scheduled_tokens[input_batch.is_prefilling_np].sum())
 
 
 class StepReporter:

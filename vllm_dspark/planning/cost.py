@@ -85,6 +85,7 @@ class StepTiming:
     forward_ms: float
     draft_ms: float | None = None  # None if the drafter did not run
     draft_width: int | None = None  # columns that the drafter drafted; None: all K
+    prefill_rows: int = 0  # of the tokens, those of prompts
 
 
 @dataclass(frozen=True, eq=False)

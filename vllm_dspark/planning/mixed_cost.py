@@ -2,17 +2,20 @@
 
 No cost table of decode steps says it: they run in other graphs or none, attention works on long
 rows beside short ones, and the drafter writes the prompts' context first. While an engine serves,
-every mixed step that is timed is a sample, and prompts of all lengths make their sizes vary by
-themselves. Two curves come out of them, the target's time by tokens and the drafter's by requests:
+every mixed step is timed and is a sample. With v rows of decoding requests and p rows of prompts:
 
-    T(n) = isotonic regression over geometric size bins, linear between their means,
-           continued with the least-squares slope of all bins, never below a quarter of T(smallest)
+    T(v, p) = f(v) + c (p - p0)
 
-A curve is used once `MIN_SAMPLES` samples fill bins that differ enough in size. What it says far
-from the sizes served is a guess; acting on it serves those sizes, and that replaces the guess.
+A row to be verified costs more than one of a prompt, which needs no logits, so the two are kept
+apart: f is an isotonic regression over geometric bins of v, linear between their means; c is the
+least-squares slope over p within bins; p0 is the running mean of p, for which steps are priced,
+since how many prompts join is not known beforehand. Beyond the rows served f goes on with the
+slope of all bins, at least c, and never below a quarter of its first bin: a guess, which is
+replaced once it was acted on (or tried, planner.py).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,11 +23,13 @@ import numpy.typing as npt
 
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+# Ascending sizes in tokens, twice, and their times in ms.
+Axis = tuple[tuple[int, ...], IntArray, Float64Array]
 
 MIN_SAMPLES = 16
 _BIN = 1.15  # ratio of the sizes of neighbouring bins
 _MIN_IN_BIN = 2
-_MIN_SPAN = 1.1  # of sizes, for a slope
+_MIN_SPAN = 1.1  # of sizes, for a slope of their own
 _MEMORY = 32  # samples that a bin remembers
 _CLIP = 1.5  # a sample moves a settled bin as if it were within this factor of it
 _LOWEST = 0.25  # of the time of the smallest bin, where the slope would lead below
@@ -33,96 +38,146 @@ _REFRESH = 4  # samples between recomputations of the curve
 
 @dataclass(slots=True)
 class _Bin:
-    size: float = 0.0
+    """Running means of the samples of one bin."""
+
+    rows: float = 0.0
+    prefill_rows: float = 0.0
     ms: float = 0.0
     count: int = 0
 
-    def add(self, size: int, ms: float) -> None:
+    def add(self, rows: int, prefill_rows: int, ms: float) -> tuple[float, float]:
+        """Take in a sample; how far its prefill rows and its time were from the means."""
         if self.count >= _MIN_IN_BIN:
             ms = min(max(ms, self.ms / _CLIP), self.ms * _CLIP)
+        off = prefill_rows - self.prefill_rows, ms - self.ms
+        if not self.count:
+            off = 0.0, 0.0
         self.count += 1
         rate = 1.0 / min(self.count, _MEMORY)
-        self.size += rate * (size - self.size)
+        self.rows += rate * (rows - self.rows)
+        self.prefill_rows += rate * (prefill_rows - self.prefill_rows)
         self.ms += rate * (ms - self.ms)
+        return off
 
 
-class SizeCurve:
-    """Time by size, from samples alone; deterministic in the order of the samples."""
+class _Slope:
+    """Slope of time over prefill rows within bins, not below 0; remembers some 64 samples."""
 
-    def __init__(self, least_span: float = _MIN_SPAN) -> None:
-        """least_span: largest over smallest size from which on there is a curve; 1: flat is one."""
-        self._least_span = least_span
-        self._bins: dict[int, _Bin] = {}
-        self._num_samples = 0
-        self._until_refresh = 0
-        self._nodes: tuple[tuple[int, ...], IntArray, Float64Array] | None = None
+    def __init__(self) -> None:
+        self._cross = self._square = 0.0
 
-    def add(self, size: int, ms: float) -> None:
-        """Take in one step; times that are none (NaN, zero) are ignored."""
-        if size < 1 or not (math.isfinite(ms) and ms > 0.0):
-            return
-        self._bins.setdefault(int(math.log(size) / math.log(_BIN)), _Bin()).add(size, ms)
-        self._num_samples += 1
-        self._until_refresh -= 1
-        if self._until_refresh <= 0 and self._num_samples >= MIN_SAMPLES:
-            self._until_refresh = _REFRESH
-            self._nodes = self._curve()
+    def add(self, rows: float, ms: float) -> None:
+        self._cross += rows * ms - self._cross / (2 * _MEMORY)
+        self._square += rows * rows - self._square / (2 * _MEMORY)
 
-    def nodes(self) -> tuple[tuple[int, ...], IntArray, Float64Array] | None:
-        """Ascending sizes, twice, and their times (ms), from size 1 on; None: too few samples."""
-        return self._nodes
-
-    def at(self, size: int) -> float | None:
-        """Time (ms) at a size; None: too few samples."""
-        if self._nodes is None:
-            return None
-        _, sizes, times = self._nodes
-        return float(np.interp(size, sizes, times))
-
-    def _curve(self) -> tuple[tuple[int, ...], IntArray, Float64Array] | None:
-        bins = [found for found in self._bins.values() if found.count >= _MIN_IN_BIN]
-        bins.sort(key=lambda found: found.size)
-        if not bins or bins[-1].size < self._least_span * bins[0].size:
-            return self._nodes
-        size = np.array([found.size for found in bins])
-        ms = np.array([found.ms for found in bins])
-        weight = np.array([float(min(found.count, _MEMORY)) for found in bins])
-        slope = _slope(size, ms, weight)
-        ms = _isotonic(ms, weight)
-        below = max(ms[0] - slope * (size[0] - 1.0), _LOWEST * ms[0])
-        above = ms[-1] + slope * size[-1]
-        sizes = np.unique(np.rint([1.0, *size, 2.0 * size[-1]]).astype(np.int64))
-        times = np.interp(sizes, [1.0, *size, 2.0 * size[-1]], [min(below, ms[0]), *ms, above])
-        return tuple(sizes.tolist()), sizes, times
+    @property
+    def value(self) -> float:
+        return max(0.0, self._cross / self._square) if self._square > 0.0 else 0.0
 
 
 class MixedCosts:
-    """The two curves of an engine's mixed steps."""
+    """Prices of an engine's mixed steps; deterministic in the order of the samples."""
 
     def __init__(self) -> None:
-        self.target = SizeCurve()  # by tokens of the step
-        self.draft = SizeCurve(least_span=1.0)  # by requests of the step, of a steady load one
+        self.prefill_rows = 0.0  # p0
+        self._bins: dict[int, _Bin] = {}
+        self._drafts: dict[int, _Bin] = {}  # by requests
+        self._slope = _Slope()
+        self._num_samples = 0
+        self._until_refresh = 0
+        self._axis: Axis | None = None
+        self._draft_axis: Axis | None = None
+
+    def observe(
+        self,
+        rows: int,
+        prefill_rows: int,
+        num_requests: int,
+        forward_ms: float,
+        draft_ms: float | None,
+    ) -> None:
+        """Take in one mixed step; times that are none (NaN, zero) are ignored.
+
+        rows: of decoding requests, drafts included; draft_ms: None where nothing was drafted.
+        """
+        if rows < 1 or prefill_rows < 0 or num_requests < 1 or not _is_time(forward_ms):
+            return
+        found = self._bins.setdefault(_bin_of(rows), _Bin())
+        self._slope.add(*found.add(rows, prefill_rows, forward_ms))
+        if draft_ms is not None and _is_time(draft_ms):
+            self._drafts.setdefault(_bin_of(num_requests), _Bin()).add(num_requests, 0, draft_ms)
+        self._num_samples += 1
+        self.prefill_rows += (prefill_rows - self.prefill_rows) / min(self._num_samples, _MEMORY)
+        self._until_refresh -= 1
+        if self._until_refresh <= 0 and self._num_samples >= MIN_SAMPLES:
+            self._until_refresh = _REFRESH
+            self._refresh()
 
     @property
     def ready(self) -> bool:
         """Whether mixed steps have prices."""
-        return self.target.nodes() is not None
+        return self._axis is not None
 
-    def observe(
-        self, num_tokens: int, num_requests: int, forward_ms: float, draft_ms: float | None
-    ) -> None:
-        """Take in one mixed step; draft_ms: None where nothing was drafted."""
-        self.target.add(num_tokens, forward_ms)
-        if draft_ms is not None:
-            self.draft.add(num_requests, draft_ms)
+    def axis(self) -> Axis | None:
+        """Sizes in tokens, p0 prefill rows included, and their times; None: too few samples."""
+        return self._axis
+
+    def step_ms(self, num_tokens: int) -> float | None:
+        """Time of a step of so many tokens, p0 of them prefill rows; None: too few samples."""
+        if self._axis is None:
+            return None
+        return float(np.interp(num_tokens, self._axis[1], self._axis[2]))
+
+    def draft_ms(self, num_requests: int) -> float | None:
+        """Time of the full draft pass of a mixed step; None: too few samples."""
+        if self._draft_axis is None:
+            return None
+        return float(np.interp(num_requests, self._draft_axis[1], self._draft_axis[2]))
+
+    def served(self, rows: int) -> bool:
+        """Whether steps of about so many rows of decoding requests were served."""
+        index = _bin_of(max(rows, 1))
+        near = [self._bins.get(i) for i in (index - 1, index, index + 1)]
+        return any(found is not None and found.count >= _MIN_IN_BIN for found in near)
+
+    def _refresh(self) -> None:
+        slope = self._slope.value
+        self._axis = _curve(list(self._bins.values()), self.prefill_rows, slope) or self._axis
+        drafts = _curve(list(self._drafts.values()), 0.0, 0.0)
+        self._draft_axis = drafts or self._draft_axis
 
 
-def _slope(size: Float64Array, ms: Float64Array, weight: Float64Array) -> float:
-    """Weighted least-squares slope, not below 0."""
-    total = weight.sum()
-    centred = size - (weight * size).sum() / total
-    spread = float((weight * centred**2).sum())
-    return max(0.0, float((weight * centred * ms).sum()) / spread) if spread > 0.0 else 0.0
+def _curve(bins: Sequence[_Bin], prefill_rows: float, slope: float) -> Axis | None:
+    """Times over tokens at a number of prefill rows; None: no bin is settled yet."""
+    bins = sorted((b for b in bins if b.count >= _MIN_IN_BIN), key=lambda b: b.rows)
+    if not bins:
+        return None
+    rows = np.array([b.rows for b in bins])
+    ms = np.array([b.ms + slope * (prefill_rows - b.prefill_rows) for b in bins])
+    ms = np.maximum(ms, _LOWEST * np.array([b.ms for b in bins]))
+    weight = np.array([float(min(b.count, _MEMORY)) for b in bins])
+    if rows[-1] >= _MIN_SPAN * rows[0]:
+        slope = max(slope, _least_squares(rows, ms, weight))
+    ms = _isotonic(ms, weight)
+    below = min(max(ms[0] - slope * (rows[0] - 1.0), _LOWEST * ms[0]), ms[0])
+    nodes = np.array([1.0, *rows, 2.0 * rows[-1]])
+    times = np.array([below, *ms, ms[-1] + slope * rows[-1]])
+    sizes = np.unique(np.rint(nodes + prefill_rows).astype(np.int64))
+    return tuple(sizes.tolist()), sizes, np.interp(sizes, nodes + prefill_rows, times)
+
+
+def _bin_of(size: int) -> int:
+    return int(math.log(size) / math.log(_BIN))
+
+
+def _is_time(ms: float) -> bool:
+    return math.isfinite(ms) and ms > 0.0
+
+
+def _least_squares(size: Float64Array, ms: Float64Array, weight: Float64Array) -> float:
+    """Weighted slope; the sizes differ."""
+    centred = size - (weight * size).sum() / weight.sum()
+    return float((weight * centred * ms).sum() / (weight * centred**2).sum())
 
 
 def _isotonic(ms: Float64Array, weight: Float64Array) -> Float64Array:

@@ -134,7 +134,7 @@ class CostModel:
         """Sizes, twice, and their verification times at a kv load; None if never measured."""
         key = self.table.resolve(mode, shape)
         if key is None:
-            return self._mixed.target.nodes() if mode is StepMode.MIXED else None
+            return self._mixed.axis() if mode is StepMode.MIXED else None
         state = self._corrections[key]
         return state.grid.sizes, state.grid.size_array, state.at(kv_tokens)
 
@@ -144,7 +144,7 @@ class CostModel:
         """Padded size and verification time of one step; None if it cannot be priced."""
         key = self.table.resolve(mode, shape)
         if key is None:
-            learned = self._mixed.target.at(num_tokens) if mode is StepMode.MIXED else None
+            learned = self._mixed.step_ms(num_tokens) if mode is StepMode.MIXED else None
             return None if learned is None else (num_tokens, learned)
         state = self._corrections[key]
         if not mode.padded:
@@ -165,12 +165,21 @@ class CostModel:
         """Whether steps with prefill rows have prices."""
         return self._has_mixed_grid or self._mixed.ready
 
+    @property
+    def prefill_rows(self) -> int:
+        """Prefill rows that prices of mixed steps are about: the mean of those timed lately."""
+        return round(self._mixed.prefill_rows)
+
+    def served_mixed(self, rows: int) -> bool:
+        """Whether mixed steps with about so many rows of decoding requests have been timed."""
+        return self._has_mixed_grid or self._mixed.served(rows)
+
     def draft_ms(
         self, num_requests: int, columns: int | None = None, mode: StepMode | None = None
     ) -> float:
         """Time of one draft pass of some columns (None: all K) in a step of this mode."""
         if mode is StepMode.MIXED:
-            learned = self._mixed.draft.at(num_requests)
+            learned = self._mixed.draft_ms(num_requests)
             if learned is not None:
                 share = 1.0 if columns is None else self._shares.of(num_requests, columns)
                 return learned * share
@@ -189,7 +198,13 @@ class CostModel:
             return
         if timing.mode is StepMode.MIXED and not self._has_mixed_grid:
             full = timing.draft_ms if timing.draft_width is None else None
-            self._mixed.observe(timing.num_tokens, timing.num_requests, timing.forward_ms, full)
+            self._mixed.observe(
+                timing.num_tokens - timing.prefill_rows,
+                timing.prefill_rows,
+                timing.num_requests,
+                timing.forward_ms,
+                full,
+            )
             return
         shifted = self._observe_forward(timing)
         if timing.draft_ms is not None:

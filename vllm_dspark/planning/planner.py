@@ -54,6 +54,8 @@ OwnerArray = npt.NDArray[np.int64]
 # Columns of the draft pass that ends a step, and why; None: no pass.
 DraftPass = tuple[int, WidthReason] | None
 
+_TRIAL_PERIOD = 4  # steps with prefill rows from one trial of another size to the next
+
 
 @dataclass
 class Planner:
@@ -71,6 +73,7 @@ class Planner:
         self._since_draft = 0  # steps since the drafter last ran
         self._probing = False  # the last step drafted only to look
         self._unjudged = 0  # consecutive steps with prefill rows
+        self._since_trial = 0  # mixed steps since another size was tried, while one is to be
         self._repetition = Repetition()
 
     @property
@@ -124,6 +127,8 @@ class Planner:
         )
         if kind is PlanKind.SKIP_DRAFT:
             plan = self._pause(facts, batch, promises, seen)
+        elif (tried := self._trial_size(facts, batch, promises, seen)) is not None:
+            plan = tried
         elif not np.count_nonzero(batch.num_drafts):
             plan = self._single(facts, batch, seen, Reason.NO_DRAFTS, self._next_pass(batch))
         elif kind is PlanKind.TRIM:
@@ -294,6 +299,33 @@ class Planner:
         if self._since_draft + 1 >= self.options.probe_interval:
             return self._single(facts, batch, seen, Reason.PROBE_DRAFT, self._full_pass(batch))
         return self._single(facts, batch, seen, Reason.SKIP_GAIN, None)
+
+    def _trial_size(
+        self, facts: StepFacts, batch: RequestBatch, promises: Promises, seen: Evaluation
+    ) -> VerifyPlan | None:
+        """Of mixed steps that were all about as large, one in a few with half of the drafts.
+
+        Their price at other sizes is a guess until such are served, and as long as the guess says
+        that trimming does not pay, none would be.
+        """
+        ranking = promises.rank_here(seen)
+        half = ranking.least + (ranking.most - ranking.least) // 2
+        untried = (
+            facts.mode is StepMode.MIXED
+            and self.options.test_windows is None
+            and half < ranking.most
+            and not self._prices.served_mixed(batch.owner.size + half)
+        )
+        self._since_trial = self._since_trial + 1 if untried else 0
+        if self._since_trial < _TRIAL_PERIOD:
+            return None
+        self._since_trial = 0
+        option = promises.at(ranking, half)
+        if option is None:
+            return None
+        return self._trim(
+            facts, batch, seen, Reason.EXPLORE, option, ranking, self._next_pass(batch)
+        )
 
     # ---- the plans themselves
 

@@ -152,6 +152,18 @@ class Promises:
             budget, padded, ms + self._overhead + self._allocation, rows.num_sampling + gain
         )
 
+    def at(self, ranking: Ranking, budget: int) -> Option | None:
+        """A step of this budget, with a full draft pass behind it."""
+        rows, facts = self._rows, self._facts
+        wanted = rows.base + budget
+        priced = self._prices.step_ms(facts.mode, StepShape.RAGGED, facts.kv_tokens, wanted)
+        if priced is None:
+            return None
+        padded, ms = priced
+        fixed_ms = self._overhead + self._allocation + self._draft_ms(None)
+        gain = float(ranking.gains(np.array([budget]))[0])
+        return Option(budget, padded, ms + fixed_ms, rows.num_sampling + gain)
+
     def delays(self, seen: Evaluation, full: Ranking, trim: Option, ranking: Ranking) -> bool:
         """Whether a trimmed step loses more in the tail of the batch than it saves now.
 
