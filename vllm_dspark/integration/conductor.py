@@ -128,6 +128,7 @@ class Conductor(LearningSteps):
             return StepOrder(self.step_id, None, ids, counts, draft_stamps)
         facts = self._facts(outlook)
         plan = self.planner.shortcut(facts, self.table.owners(slots), counts)
+        repeats = plan is not None
         if plan is None:
             self._kv_tokens = drafting.kv_tokens()
             facts = replace(facts, kv_tokens=self._kv_tokens)
@@ -136,7 +137,7 @@ class Conductor(LearningSteps):
             self.rows.add(batch)
             plan = self.planner.plan(facts, batch)
         if plan.kind is not PlanKind.TRIM or not self.device_windows:
-            return StepOrder(self.step_id, plan, ids, counts, draft_stamps)
+            return StepOrder(self.step_id, plan, ids, counts, draft_stamps, repeats=repeats)
         floors, ceilings = self._limits(drafting.requests, slots)
         return StepOrder(
             self.step_id,
@@ -144,6 +145,7 @@ class Conductor(LearningSteps):
             ids,
             counts,
             draft_stamps,
+            repeats=repeats,
             ranking=self.table.ranking_parameters(),
             sampled=self._sampled_among(drafting.requests, slots),
             floors=floors,

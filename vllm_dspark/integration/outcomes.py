@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from vllm_dspark.integration.line_file import LineFile
 from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
-from vllm_dspark.integration.resting import RestedStep, more_than
+from vllm_dspark.integration.rested_counts import RestedStep, more_than
 
 Counts = npt.NDArray[np.integer]
 

@@ -38,6 +38,8 @@ class StepOrder:
     num_scheduled: drafts that vLLM scheduled of each, where they are those that the plan left
     (None: look at the scheduler output); kept in the engine core.
     at_rest: nothing that could be reported about the step is needed (resting.py).
+    Kept in the engine core: repeats, the plan was made for an earlier step; unseen, and no request
+    was looked at for this one.
     """
 
     step_id: int
@@ -51,6 +53,8 @@ class StepOrder:
     ceilings: dict[str, int] = field(default_factory=dict)
     num_scheduled: IntArray | None = None  # [n]
     at_rest: bool = False
+    repeats: bool = False
+    unseen: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process goes what workers need: few steps are about single requests there."""
@@ -70,6 +74,11 @@ class StepOrder:
         """An order whose drafts are all of one pass."""
         counts = np.fromiter(drafted.values(), dtype=np.int32)
         return StepOrder(step_id, plan, list(drafted), counts, np.full_like(counts, stamp))
+
+    @property
+    def sets_windows(self) -> bool:
+        """Whether the scheduler itself leaves requests fewer drafts (host windows)."""
+        return self.plan is not None and self.plan.sets_windows and self.ranking is None
 
     @property
     def draft_next(self) -> bool:

@@ -26,7 +26,7 @@ from vllm_dspark.integration.report import (
     order_of,
     report_of,
 )
-from vllm_dspark.integration.resting import RestedStep
+from vllm_dspark.integration.rested_counts import RestedStep
 from vllm_dspark.integration.scheduled_step import ScheduledStep, StepOutlook
 from vllm_dspark.integration.startup import (
     require_schedulable,
@@ -184,7 +184,7 @@ class DSparkSchedulerMixin:
         # those are made, searched and counted faster than anything else that holds small numbers.
         lengths = bytes(map(len, model_runner_output.sampled_token_ids))
         report = report_of(model_runner_output)
-        resting = order.at_rest and self._rests(
+        resting = order.unseen and self._rests(
             scheduler_output, model_runner_output, order, lengths, report
         )
         self._corrections.begin(self, () if resting else order.request_ids)
@@ -195,7 +195,7 @@ class DSparkSchedulerMixin:
         if resting and not stopped:
             self._count_rested(order, lengths, report)
             if report is not None:
-                self.conductor.learn(report, None)
+                self.conductor.learn(report, None, order)
             return outputs
         where = self._worker_order
         places = where.places(
@@ -213,7 +213,7 @@ class DSparkSchedulerMixin:
         admitted = report.admitted if report is not None else None
         outcomes = pending.finish(emitting(outputs, order), admitted, stopped=stopped)
         self._corrections.apply(outcomes)
-        self.conductor.learn(report, outcomes)
+        self.conductor.learn(report, outcomes, order)
         self.dspark_totals.add(outcomes)
         self.dspark_metrics.step(order, outcomes, report, last=bool(self.finished_req_ids))
         if self._outcome_log is not None and outcomes is not None:
@@ -230,14 +230,17 @@ class DSparkSchedulerMixin:
     ) -> bool:
         """Whether outcomes need not be looked at one by one, unless a request stops."""
         batch, ids = self.conductor.resting_batch(), model_runner_output.req_ids
+        if batch is None or batch.request_ids is not order.request_ids:
+            return False
         if order.ranking is not None and (
             report is None or report.admitted is None or report.admitted.request_ids != ids
         ):
             return False  # who had which drafts verified is to be found out
+        if order.sets_windows:
+            index_of = model_runner_output.req_id_to_index
+            batch.windows(self._worker_order.places(order.request_ids, ids, index_of))
         return (
-            batch is not None
-            and batch.request_ids is order.request_ids
-            and len(self.running) == len(lengths) == batch.size
+            len(self.running) == len(lengths) == batch.size
             and batch.ran_in_order(ids)
             and 0 not in lengths
             and not scheduler_output.num_invalid_spec_tokens
@@ -247,13 +250,15 @@ class DSparkSchedulerMixin:
 
     def _count_rested(self, order: StepOrder, lengths: bytes, report: StepReport | None) -> None:
         """Totals of a step at rest, in which nobody stopped."""
-        batch = self.conductor.resting_batch()
+        batch, width = self.conductor.resting_batch(), self.num_spec_tokens
         if batch is not None:
             batch.lengths.append(lengths)
-        if order.ranking is not None and report is not None and report.admitted is not None:
-            step = RestedStep.trimmed(lengths, report.admitted.counts, self.num_spec_tokens)
+        if batch is not None and batch.verified is not None:
+            step = RestedStep.windowed(lengths, batch.verified, width)
+        elif order.ranking is not None and report is not None and report.admitted is not None:
+            step = RestedStep.trimmed(lengths, report.admitted.counts, width)
         else:
-            step = RestedStep.native(lengths, self.num_spec_tokens)
+            step = RestedStep.native(lengths, width)
         self._corrections.fill(step.verified[0], step.verified, step.accepted)
         self.dspark_totals.add_rested(len(lengths), step)
         self.dspark_metrics.step_at_rest(order, len(lengths) + sum(step.accepted))

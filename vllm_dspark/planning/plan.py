@@ -79,6 +79,11 @@ class VerifyPlan:
         return self.num_positions if self.draft_width is None else self.draft_width
 
     @property
+    def sets_windows(self) -> bool:
+        """Whether the plan itself says what each request has verified (host windows)."""
+        return self.kind is PlanKind.TRIM and bool(self.windows)
+
+    @property
     def predicted_gain(self) -> float:
         """Relative gain in tokens per ms over the native step; 0 if either is unpriced."""
         if min(self.predicted_ms, self.native_ms, self.native_tokens) <= 0.0:

@@ -292,6 +292,19 @@ class RequestTable:
         self._due = True
         self._pair(slots)
 
+    def record_repeated(self, slots: SlotArray, admitted: IntArray, accepted: IntArray) -> None:
+        """Follow requests, [m], through steps that verified the same drafts of each.
+
+        accepted: [steps, m], oldest first. What all requests share is taught by other steps.
+        """
+        self.count_emitted(slots, np.add.reduce(accepted), len(accepted))
+        self.posterior.follow(slots, admitted, accepted, self._view(slots).sampled)
+
+    @property
+    def awaits_rows(self) -> bool:
+        """Whether outcomes wait for the rows that their drafts were judged by."""
+        return self._due
+
     def _pair(self, slots: SlotArray) -> None:
         """Teach the calibration from rows and outcomes of the same draft pass."""
         state = self._state.take(slots, axis=1)

@@ -33,6 +33,7 @@ from vllm_dspark.simulation.core.state import (
     L_ROW_OWNER,
     L_ROW_STAMP,
     L_SAMPLED,
+    NUM_FOLLOWED,
     NUM_OBSERVES,
     OBSERVED,
     OUTCOMES,
@@ -115,9 +116,18 @@ def count_emitted(x: Learner, d: int, slots, n: int, accepted):
 
 
 @inner
-def _observe(x: Learner, d: int, slots, n: int, admitted, accepted):
-    """AcceptancePosterior.observe; all simulated requests are untouched."""
-    num_shared = 0
+def record_repeated(x: Learner, d: int, slots, n: int, admitted, accepted):
+    """RequestTable.record_repeated of one step."""
+    count_emitted(x, d, slots, n, accepted)
+    _follow(x, d, slots, n, admitted, accepted)
+    x.scalars[d, NUM_OBSERVES] += 1
+    x.scalars[d, NUM_FOLLOWED] += 1
+
+
+@inner
+def _follow(x: Learner, d: int, slots, n: int, admitted, accepted) -> int:
+    """AcceptancePosterior._follow of one step; the drafts that were judged."""
+    num_judged = 0
     own, expected, classes = x.own[d], x.expected[d], x.slot[d, L_SAMPLED]
     for i in range(n):
         slot, group = slots[i], classes[slots[i]]
@@ -129,9 +139,17 @@ def _observe(x: Learner, d: int, slots, n: int, admitted, accepted):
         residual = np.float32(np.float64(residual) + accepted[i])
         own[RESIDUAL, slot] = np.float32(residual - expected[group, trials])
         own[TRIALS, slot] = np.float32(np.float64(count) + trials)
-        num_shared += trials
+        num_judged += trials
+    return num_judged
+
+
+@inner
+def _observe(x: Learner, d: int, slots, n: int, admitted, accepted):
+    """AcceptancePosterior.observe; all simulated requests are untouched."""
+    num_shared = _follow(x, d, slots, n, admitted, accepted)
     x.scalars[d, NUM_OBSERVES] += 1
-    if int(x.scalars[d, NUM_OBSERVES]) % (1 + n // _SHARED_ROWS) or not num_shared:
+    unseen, x.scalars[d, NUM_FOLLOWED] = x.scalars[d, NUM_FOLLOWED], 0
+    if int(x.scalars[d, NUM_OBSERVES]) % (1 + n // _SHARED_ROWS) > unseen or not num_shared:
         return
     for i in range(n):
         if min(admitted[i], accepted[i] + 1) > 0:
