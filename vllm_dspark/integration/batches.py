@@ -5,7 +5,7 @@ out as the very same objects while they hold, so that others can keep theirs by 
 them is changed by anybody.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -33,11 +33,6 @@ class Drafting:
         return sum(map(_COMPUTED, self.requests))
 
 
-def draft_counts(requests: Iterable[Any]) -> bytes:
-    """Drafts that each request has, at most 255; in bytes they are compared at once."""
-    return bytes(map(len, map(_DRAFTS, requests)))
-
-
 class DraftingLookup:
     """Of the scheduler's running requests."""
 
@@ -48,7 +43,7 @@ class DraftingLookup:
 
     def of(self, running: Sequence[Any]) -> Drafting:
         """Those of `running` that have drafts now."""
-        counts = draft_counts(running)
+        counts = bytes(map(len, map(_DRAFTS, running)))
         same = running == self._running
         if same and counts == self._counts:
             return self._found

@@ -92,9 +92,9 @@ class LearningSteps(RestingSteps):
         """
         batch = self._resting
         if batch is not None:
-            # With host windows the newest rows count for the next plan.
-            left = batch.steps - batch.done if batch.cuts is not None else 3
-            return max(left - 1, 0)
+            if batch.cuts is None or batch.planner is None:
+                return 2
+            return max(batch.planner.rest - batch.done, 0)  # the next plan uses the newest rows
         if self.off_reason:
             return off_rest(self.step_id)
         return self.planner.rest if self.planner is not None else 0

@@ -17,7 +17,12 @@ import numpy.typing as npt
 
 from vllm_dspark.integration.line_file import LineFile
 from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
-from vllm_dspark.integration.rested_counts import RestedStep, more_than
+from vllm_dspark.integration.rested_counts import (
+    RestedStep,
+    VerifiedDrafts,
+    judged_later,
+    more_than,
+)
 
 Counts = npt.NDArray[np.integer]
 
@@ -215,6 +220,7 @@ class OutcomeTotals:
         self.discarded: Counts = np.zeros(1, dtype=np.int64)
         # Of steps at rest: requests, then verified, judged and accepted ones by position.
         self._rested = [0] * (1 + 3 * width)
+        self._unjudged: list[tuple[bytes, VerifiedDrafts]] = []  # of those with host windows
 
     def add(self, step: StepOutcomes | None) -> None:
         """Add the requests of one step."""
@@ -233,6 +239,11 @@ class OutcomeTotals:
         self._rested = list(map(add, self._rested, step))
         self.steps += 1
 
+    def add_windowed(self, sampled: bytes, drafts: VerifiedDrafts, rested: RestedStep) -> None:
+        """The same with windows set by the scheduler; sampled: tokens of each request."""
+        self.add_rested(len(sampled), rested)
+        self._unjudged.append((sampled, drafts))
+
     def _add(self, num_rows: int, reached: Counts) -> None:
         positions = self._positions
         positions[:2] += reached[:2]
@@ -245,6 +256,9 @@ class OutcomeTotals:
         if num_rows:
             width = self.num_speculative_tokens
             verified, judged, accepted = np.array(reached, dtype=np.int64).reshape(3, width)
+            if self._unjudged:
+                judged += judged_later(self._unjudged, width)
+                self._unjudged.clear()
             drafted = np.full(width, num_rows)
             self._add(num_rows, np.array([drafted, verified, verified, judged, accepted]))
             self.emitted[0] += num_rows + int(accepted.sum())

@@ -75,6 +75,17 @@ class StepOrder:
         counts = np.fromiter(drafted.values(), dtype=np.int32)
         return StepOrder(step_id, plan, list(drafted), counts, np.full_like(counts, stamp))
 
+    def repeated(
+        self, step_id: int, plan: VerifyPlan | None, draft_stamps: IntArray, *, at_rest: bool
+    ) -> "StepOrder":
+        """The same for a later step, without a look at its requests."""
+        order = StepOrder.__new__(StepOrder)  # a copy; pickle's protocol leaves out what stays here
+        vars(order).update(vars(self))
+        order.step_id, order.plan, order.draft_stamps = step_id, plan, draft_stamps
+        order.at_rest, order.repeats, order.unseen = at_rest, True, True
+        vars(order).pop("stamps", None)  # worked out from the others
+        return order
+
     @property
     def sets_windows(self) -> bool:
         """Whether the scheduler itself leaves requests fewer drafts (host windows)."""

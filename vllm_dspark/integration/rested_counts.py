@@ -3,6 +3,7 @@
 Counted from the numbers of tokens that came back and nothing else (resting.py).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,10 +59,11 @@ class RestedStep:
 
     @staticmethod
     def windowed(sampled: bytes, drafts: VerifiedDrafts, width: int) -> "RestedStep":
-        """Windows were set by the scheduler; [n] in the order of `sampled`."""
-        judged = np.minimum(np.frombuffer(sampled, dtype=np.uint8), drafts.counts)
-        accepted = more_than(sampled, width)[1:]
-        return RestedStep(drafts.reached, more_than(judged.tobytes(), width - 1), accepted)
+        """Windows were set by the scheduler; [n] in the order of `sampled`.
+
+        What was judged takes as long to count as all else and is left to `judged_later`.
+        """
+        return RestedStep(list(drafts.reached), [0] * width, more_than(sampled, width)[1:])
 
     @staticmethod
     def trimmed(sampled: bytes, admitted: IntArray, width: int) -> "RestedStep":
@@ -72,3 +74,9 @@ class RestedStep:
         judged = np.minimum(tokens, verified)
         counts = (more_than(each.tobytes(), width - 1) for each in (verified, judged, accepted))
         return RestedStep(*counts)
+
+
+def judged_later(steps: Sequence[tuple[bytes, VerifiedDrafts]], width: int) -> list[int]:
+    """[K] judged drafts of steps `windowed`, from the same numbers."""
+    judged = [np.minimum(np.frombuffer(each, np.uint8), drafts.counts) for each, drafts in steps]
+    return more_than(np.concatenate(judged).tobytes(), width - 1)

@@ -17,12 +17,12 @@ when the rest ends; and workers go on reporting, since the next plan uses the ne
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_dspark.integration.batches import draft_counts
 from vllm_dspark.integration.report import StepOrder
 from vllm_dspark.integration.rested_counts import VerifiedDrafts
 from vllm_dspark.planning.lookup import SlotLookup
@@ -39,6 +39,8 @@ SlotArray = npt.NDArray[np.int64]
 _OFF_PERIOD, _OFF_AWAKE = 32, 8
 # Steps that may be under way when rest begins (async scheduling), whose tokens are not counted yet.
 _UNDER_WAY = 3
+
+_HAS_GRAMMAR = attrgetter("use_structured_output")
 
 
 def off_rest(step_id: int) -> int:
@@ -98,6 +100,8 @@ class RestingBatch:
             return None
         cuts = None
         if order.sets_windows:
+            if any(map(_HAS_GRAMMAR, running)):
+                return None  # a grammar may leave it fewer drafts, which cut ones do not show
             kept = zip(running, order.num_scheduled.tolist(), strict=True)
             cuts = [(request, count) for request, count in kept if count < width]
         return RestingBatch(
@@ -122,36 +126,19 @@ class RestingBatch:
             return self.size + plan.budget
         return self.size * (self.width + 1)
 
-    def cut_drafts(self) -> bool:
-        """Leave requests the drafts of their windows; False if not all have all of them."""
-        if self.cuts is None:
-            return True
-        if draft_counts(self.running) != bytes([self.width]) * self.size:
-            return False
-        for request, kept in self.cuts:
+    def cut_drafts(self) -> None:
+        """Leave requests the drafts of their windows."""
+        for request, kept in self.cuts or ():
             request.spec_token_ids = request.spec_token_ids[:kept]
-        return True
 
     def order(self, step_id: int) -> StepOrder:
         """The order of its next step."""
-        model = self.model
+        plan = self.model.plan
+        if plan is not None:
+            plan = plan.at_step(step_id)
         stamps = np.empty(self.size, dtype=np.int32)
         stamps.fill(self.stamp)
-        return StepOrder(
-            step_id,
-            replace(model.plan, step_id=step_id) if model.plan is not None else None,
-            model.request_ids,
-            model.num_drafts,
-            stamps,
-            model.ranking,
-            model.sampled,
-            model.floors,
-            model.ceilings,
-            num_scheduled=model.num_scheduled,
-            at_rest=self.cuts is None,
-            repeats=True,
-            unseen=True,
-        )
+        return self.model.repeated(step_id, plan, stamps, at_rest=self.cuts is None)
 
     def was_scheduled(self, output: Any) -> bool:
         """Whether vLLM scheduled just that: each request at most its rows, so the sum tells."""
@@ -221,10 +208,10 @@ class RestingSteps:
             or batch.planner is not self.planner
             or (num_waiting and has_room)
             or running != batch.running
-            or not batch.cut_drafts()
         ):
             self.wake()
             return None
+        batch.cut_drafts()
         self.step_id = stamp_next(self.step_id)
         return batch.order(self.step_id)
 
@@ -242,10 +229,12 @@ class RestingSteps:
 
     def disturbed(self, order: StepOrder, drafts: Mapping[str, list[int]]) -> StepOrder:
         """The order of a step that was to rest and did not go as expected; then see `scheduled`."""
+        kept = order.num_scheduled
         order = replace(order, num_scheduled=None, at_rest=False, unseen=False)
-        if not order.sets_windows:  # else they were counted before they were cut
-            counts = [len(drafts.get(name, ())) for name in order.request_ids]
-            order.num_drafts = np.array(counts, dtype=np.int32)
+        counts = np.array([len(drafts.get(name, ())) for name in order.request_ids], dtype=np.int32)
+        if order.sets_windows and kept is not None:
+            counts = np.where(counts == kept, order.num_drafts, counts)
+        order.num_drafts = counts
         return order
 
     def resting_batch(self) -> RestingBatch | None:

@@ -236,7 +236,7 @@ class DSparkSchedulerMixin:
             report is None or report.admitted is None or report.admitted.request_ids != ids
         ):
             return False  # who had which drafts verified is to be found out
-        if order.sets_windows:
+        if batch.verified is None and order.sets_windows:
             index_of = model_runner_output.req_id_to_index
             batch.windows(self._worker_order.places(order.request_ids, ids, index_of))
         return (
@@ -253,14 +253,18 @@ class DSparkSchedulerMixin:
         batch, width = self.conductor.resting_batch(), self.num_spec_tokens
         if batch is not None:
             batch.lengths.append(lengths)
-        if batch is not None and batch.verified is not None:
-            step = RestedStep.windowed(lengths, batch.verified, width)
+        drafts = batch.verified if batch is not None else None
+        if drafts is not None:
+            step = RestedStep.windowed(lengths, drafts, width)
         elif order.ranking is not None and report is not None and report.admitted is not None:
             step = RestedStep.trimmed(lengths, report.admitted.counts, width)
         else:
             step = RestedStep.native(lengths, width)
         self._corrections.fill(step.verified[0], step.verified, step.accepted)
-        self.dspark_totals.add_rested(len(lengths), step)
+        if drafts is not None:
+            self.dspark_totals.add_windowed(lengths, drafts, step)
+        else:
+            self.dspark_totals.add_rested(len(lengths), step)
         self.dspark_metrics.step_at_rest(order, len(lengths) + sum(step.accepted))
 
     def make_spec_decoding_stats(

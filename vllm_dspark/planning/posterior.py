@@ -201,16 +201,15 @@ class AcceptancePosterior:
         keep: np.float32 | FloatArray = np.float32(_KEEP_REQUEST)
         if np.count_nonzero(admitted) < admitted.size:  # who had none verified forgets nothing
             keep = np.where(admitted > 0, np.float32(_KEEP_REQUEST), np.float32(1.0))
-        gained, tried = accepted.astype(np.float32), trials.astype(np.float32)
-        for step in range(len(trials)):
-            residual *= keep
-            count *= keep
-            residual += gained[step]
-            residual -= expected[step]
-            count += tried[step]
-        self._residual[slots] = residual
-        self._count[slots] = count
-        return trials, residual, count
+        state = np.stack((residual, count))
+        news = np.stack(
+            (accepted - expected, trials), axis=1, dtype=np.float32, casting="same_kind"
+        )
+        for step in news:
+            state *= keep
+            state += step
+        self._residual[slots], self._count[slots] = state
+        return trials, state[0], state[1]
 
     def _learn_shrinkage(
         self, residual: FloatArray, trials: FloatArray, weight: FloatArray

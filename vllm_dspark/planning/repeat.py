@@ -7,7 +7,7 @@ some dozens more. A batch that changes is planned anew whatever n is. A trimmed 
 batch: it serves n // 64 more steps, three at most, because by then planning is a cost and what it
 decides from (outcomes of some twenty steps) has hardly moved. A budget that stays about the same
 when it is worked out again, for the same requests, serves twice as long; on the device, where it is
-spread by fresh confidences anyway, up to eight times as long. With host windows the windows
+spread by fresh confidences anyway, up to eight times as long, else four. With host windows these
 themselves are repeated: what each request accepts meanwhile is learned all the same, and rows about
 the very drafts to be verified, which greedy requests may use, would be wasted, so steps that have
 some are planned anew.
@@ -32,12 +32,20 @@ _LAZY_REQUESTS = 64  # a trimmed batch of so many requests serves one more step 
 _MOST_REPEATS = 3
 # A budget that moved by at most one in so many of all drafts is the same decision,
 _STEADY = 32
-_MOST_DOUBLINGS = {"host": 1, "device": 3}  # and so often what it serves is doubled.
+_MOST_DOUBLINGS = 3  # and so often what it serves is doubled on the device; less often on the host.
 
 
 def period(streak: int) -> int:
     """Steps from one planned native step to the next after `streak` native decisions."""
     return next(steps for least, steps in _PERIODS if streak >= least)
+
+
+def most_doublings(repeats: int, *, device: bool) -> int:
+    """How often that is doubled what a decision serves, which is at first so many steps more.
+
+    Windows of single requests age: small batches, which gain little by it, keep theirs shorter.
+    """
+    return _MOST_DOUBLINGS if device else repeats - 1
 
 
 def same_array(one: OwnerArray, other: OwnerArray) -> bool:
@@ -117,7 +125,7 @@ class Repetition:
         wasted = batch.fresh and bool(plan.windows)
         before, self._decided = self._decided, None
         if plan.kind is PlanKind.TRIM and repeats and not (incomplete or wasted):
-            most = _MOST_DOUBLINGS["host" if plan.windows else "device"]
+            most = most_doublings(repeats, device=not plan.windows)
             steady = self._confirms(before, plan, batch.owner)
             self._doublings = min(self._doublings + 1, most) if steady else 0
             self._decided = (batch.owner, plan.budget)
@@ -154,13 +162,13 @@ class Repetition:
         if not self._left or self._owner is None or not same_array(owner, self._owner):
             return None
         full = int(np.add.reduce(num_drafts)) == owner.size * last.num_positions
-        return replace(last, step_id=step_id) if full else None
+        return last.at_step(step_id) if full else None
 
     def _native(
         self, last: VerifyPlan, step_id: int, owner: OwnerArray, num_drafts: IntArray
     ) -> VerifyPlan:
         if self._seen is not None and self._seen[0] is owner and self._seen[1] is num_drafts:
-            return replace(last, step_id=step_id)
+            return last.at_step(step_id)
         self._seen = (owner, num_drafts)
         budget, windows = int(np.add.reduce(num_drafts)), last.windows
         if windows and budget != last.budget:

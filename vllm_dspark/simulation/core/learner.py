@@ -136,8 +136,8 @@ def _follow(x: Learner, d: int, slots, n: int, admitted, accepted) -> int:
         if trials > 0:
             residual *= _KEEP
             count *= _KEEP
-        residual = np.float32(np.float64(residual) + accepted[i])
-        own[RESIDUAL, slot] = np.float32(residual - expected[group, trials])
+        gained = np.float32(accepted[i] - np.float64(expected[group, trials]))
+        own[RESIDUAL, slot] = np.float32(residual + gained)
         own[TRIALS, slot] = np.float32(np.float64(count) + trials)
         num_judged += trials
     return num_judged
