@@ -248,7 +248,7 @@ class TestHostWindowsAtRest:
     def trimmed(self, scheduler: Any) -> tuple[Any, int]:
         """A request at rest that keeps some of its drafts, but not all, and how many."""
         cuts = scheduler.conductor.resting_batch().cuts
-        return next((request, kept) for request, kept in cuts if kept > 1)
+        return next((request, piece.stop) for request, piece in cuts if piece.stop > 1)
 
     def test_requests_verify_what_the_plan_says(self, pair: Pair, tmp_path: Path) -> None:
         """Catches windows of a step at rest that are not the repeated ones."""

@@ -16,6 +16,9 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 PlaceArray = npt.NDArray[np.int64]
 
+# Requests whose drafts are to be cut, and to what.
+Cuts = list[tuple[Any, slice]]
+
 _DRAFTS = attrgetter("spec_token_ids")
 _COMPUTED = attrgetter("num_computed_tokens")
 
@@ -31,6 +34,19 @@ class Drafting:
     def kv_tokens(self) -> int:
         """Computed tokens of all of them."""
         return sum(map(_COMPUTED, self.requests))
+
+
+def cuts_to(requests: Sequence[Any], kept: Sequence[int], width: int) -> Cuts:
+    """Cuts that leave requests so many of their drafts; `width` of them are all there can be."""
+    pieces = [slice(count) for count in range(width)]
+    pairs = zip(requests, kept, strict=True)
+    return [(request, pieces[count]) for request, count in pairs if count < width]
+
+
+def cut_drafts(cuts: Cuts) -> None:
+    """The one statement a request that tells vLLM's scheduler."""
+    for request, piece in cuts:
+        request.spec_token_ids = request.spec_token_ids[piece]
 
 
 class DraftingLookup:

@@ -234,7 +234,7 @@ class Conductor(LearningSteps):
         if trims_on_device and np.count_nonzero(order.num_drafts) < len(ids):
             as_planned = False  # workers know the requests of the plan by their drafts
         if as_planned:
-            order.num_scheduled = self._kept(order, plan)
+            order.num_scheduled = self.kept(order)
             return order
         rows = [i for i, name in enumerate(ids) if name in step.tokens and name in self.table]
         names = [ids[i] for i in rows]
@@ -282,11 +282,12 @@ class Conductor(LearningSteps):
             draft_stamps=order.draft_stamps[rows],
         )
 
-    def _kept(self, order: StepOrder, plan: VerifyPlan) -> npt.NDArray[np.integer]:
-        """[n] drafts that a plan leaves to be scheduled."""
-        if plan.kind is PlanKind.SKIP_DRAFT:
+    def kept(self, order: StepOrder) -> npt.NDArray[np.integer]:
+        """[n] drafts that the plan leaves to be scheduled."""
+        plan = order.plan
+        if plan is not None and plan.kind is PlanKind.SKIP_DRAFT:
             return np.zeros_like(order.num_drafts)
-        if plan.kind is PlanKind.TRIM and not self.device_windows:
+        if plan is not None and plan.kind is PlanKind.TRIM and not self.device_windows:
             if self._windows is None or self._windows[0] is not plan.windows:
                 kept = np.array(plan.windows, dtype=np.int32) - np.int32(1)
                 self._windows = (plan.windows, kept)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_dspark.integration.batches import Cuts
 from vllm_dspark.planning.cost import StepTiming
 from vllm_dspark.planning.plan import PlanKind, VerifyPlan
 from vllm_dspark.planning.table import RankingParameters
@@ -39,7 +40,7 @@ class StepOrder:
     (None: look at the scheduler output); kept in the engine core.
     at_rest: nothing that could be reported about the step is needed (resting.py).
     Kept in the engine core: repeats, the plan was made for an earlier step; unseen, and no request
-    was looked at for this one.
+    was looked at for this one; cuts: what host windows leave of drafts.
     """
 
     step_id: int
@@ -55,6 +56,7 @@ class StepOrder:
     at_rest: bool = False
     repeats: bool = False
     unseen: bool = False
+    cuts: Cuts | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process goes what workers need: few steps are about single requests there."""

@@ -5,6 +5,7 @@ Counted from the numbers of tokens that came back and nothing else (resting.py).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -78,5 +79,9 @@ class RestedStep:
 
 def judged_later(steps: Sequence[tuple[bytes, VerifiedDrafts]], width: int) -> list[int]:
     """[K] judged drafts of steps `windowed`, from the same numbers."""
-    judged = [np.minimum(np.frombuffer(each, np.uint8), drafts.counts) for each, drafts in steps]
-    return more_than(np.concatenate(judged).tobytes(), width - 1)
+    judged = b""
+    for _, group in groupby(steps, lambda step: id(step[1])):
+        each, drafts = zip(*group, strict=True)
+        sampled = np.frombuffer(b"".join(each), dtype=np.uint8).reshape(len(each), -1)
+        judged += np.minimum(sampled, drafts[0].counts).tobytes()
+    return more_than(judged, width - 1)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_dspark.integration.batches import Cuts, cut_drafts
 from vllm_dspark.integration.report import StepOrder
 from vllm_dspark.integration.rested_counts import VerifiedDrafts
 from vllm_dspark.planning.lookup import SlotLookup
@@ -54,11 +55,10 @@ class RestingBatch:
 
     running: the scheduler's list as it was; model: the order that the others are like; version: of
     the request table; planner: whose decision is repeated, None where there is none; stamp: draft
-    pass that made the drafts at hand; cuts: with host windows, requests that have fewer than
-    `width` drafts verified, and how many; None without. done: steps rested so far; worker_ids:
-    requests in the worker's order, known with the first step that comes back; verified: drafts that
-    host windows leave them, in that order; lengths: of each such step that has not been learned
-    from, the tokens that each of them emitted.
+    pass that made the drafts at hand; done: steps rested so far; worker_ids: requests in the
+    worker's order, known with the first step that comes back; verified: drafts that host windows
+    leave them, in that order; lengths: of each such step that has not been learned from, the tokens
+    that each of them emitted.
     """
 
     running: list[Any]
@@ -69,7 +69,6 @@ class RestingBatch:
     planner: Planner | None
     stamp: int
     steps: int
-    cuts: list[tuple[Any, int]] | None = None
     done: int = 0
     worker_ids: Sequence[str] | None = None
     verified: VerifiedDrafts | None = None
@@ -98,20 +97,21 @@ class RestingBatch:
         steps = min(steps, int(remaining.min()) // (width + 1) - _UNDER_WAY)
         if steps <= 0:
             return None
-        cuts = None
-        if order.sets_windows:
-            if any(map(_HAS_GRAMMAR, running)):
-                return None  # a grammar may leave it fewer drafts, which cut ones do not show
-            kept = zip(running, order.num_scheduled.tolist(), strict=True)
-            cuts = [(request, count) for request, count in kept if count < width]
+        if order.cuts is not None and any(map(_HAS_GRAMMAR, running)):
+            return None  # a grammar may leave it fewer drafts, which cut ones do not show
         return RestingBatch(
-            list(running), order, slots, width, version, planner, order.step_id, steps, cuts
+            list(running), order, slots, width, version, planner, order.step_id, steps
         )
 
     @property
     def request_ids(self) -> list[str]:
         """In scheduler order."""
         return self.model.request_ids
+
+    @property
+    def cuts(self) -> Cuts | None:
+        """What host windows leave of drafts; None without."""
+        return self.model.cuts
 
     @property
     def size(self) -> int:
@@ -125,11 +125,6 @@ class RestingBatch:
         if self.cuts is not None and plan is not None:
             return self.size + plan.budget
         return self.size * (self.width + 1)
-
-    def cut_drafts(self) -> None:
-        """Leave requests the drafts of their windows."""
-        for request, kept in self.cuts or ():
-            request.spec_token_ids = request.spec_token_ids[:kept]
 
     def order(self, step_id: int) -> StepOrder:
         """The order of its next step."""
@@ -211,7 +206,8 @@ class RestingSteps:
         ):
             self.wake()
             return None
-        batch.cut_drafts()
+        if batch.cuts is not None:
+            cut_drafts(batch.cuts)
         self.step_id = stamp_next(self.step_id)
         return batch.order(self.step_id)
 

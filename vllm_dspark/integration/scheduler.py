@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 
 from vllm_dspark.config import DSparkConfig
-from vllm_dspark.integration.batches import Drafting, DraftingLookup, WorkerOrder
+from vllm_dspark.integration.batches import (
+    Drafting,
+    DraftingLookup,
+    WorkerOrder,
+    cut_drafts,
+    cuts_to,
+)
 from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.conductor import Conductor
 from vllm_dspark.integration.draft_width import narrow_refusal
@@ -135,21 +141,15 @@ class DSparkSchedulerMixin:
         """Leave each request the drafts that its window admits, or none where none were made."""
         kind = order.plan.kind if order.plan is not None else PlanKind.NATIVE
         if kind is PlanKind.TRIM and not self.conductor.device_windows:
-            windows = order.plan.windows  # type: ignore[union-attr]
-            for request, window in zip(drafting.requests, windows, strict=True):
-                drafts = request.spec_token_ids
-                if window <= len(drafts):
-                    request.spec_token_ids = drafts[: window - 1]
-            return
-        if kind is PlanKind.SKIP_DRAFT:
-            kept = [0] * len(drafting.requests)
+            kept = self.conductor.kept(order)
+        elif kind is PlanKind.SKIP_DRAFT:
+            kept = np.zeros_like(order.num_drafts)
         elif np.count_nonzero(order.draft_stamps) == order.draft_stamps.size:
             return  # all drafts there are
         else:
-            kept = order.num_drafts.tolist()
-        for request, drafts in zip(drafting.requests, kept, strict=True):
-            if drafts < len(request.spec_token_ids):
-                request.spec_token_ids = request.spec_token_ids[:drafts]
+            kept = order.num_drafts
+        order.cuts = cuts_to(drafting.requests, kept.tolist(), self.num_spec_tokens)
+        cut_drafts(order.cuts)
 
     def _outlook(self, num_drafting: int) -> StepOutlook:
         num_running, num_waiting = len(self.running), len(self.waiting)

@@ -197,18 +197,20 @@ class AcceptancePosterior:
         trials = accepted + 1
         np.minimum(trials, admitted, out=trials)
         expected = self._expected.take(trials + sampled * np.int64(len(self._positions) + 1))
-        residual, count = self._residual.take(slots), self._count.take(slots)
         keep: np.float32 | FloatArray = np.float32(_KEEP_REQUEST)
         if np.count_nonzero(admitted) < admitted.size:  # who had none verified forgets nothing
             keep = np.where(admitted > 0, np.float32(_KEEP_REQUEST), np.float32(1.0))
-        state = np.stack((residual, count))
-        news = np.stack(
-            (accepted - expected, trials), axis=1, dtype=np.float32, casting="same_kind"
-        )
+        news = np.empty((len(trials), 2, slots.size), dtype=np.float32)
+        gained, tried = news[:, 0], news[:, 1]
+        gained[:] = accepted
+        gained -= expected
+        tried[:] = trials
+        state = np.empty((2, slots.size), dtype=np.float32)
+        state[0], state[1] = self._residual.take(slots), self._count.take(slots)
         for step in news:
             state *= keep
             state += step
-        self._residual[slots], self._count[slots] = state
+        self._residual[slots], self._count[slots] = state[0], state[1]
         return trials, state[0], state[1]
 
     def _learn_shrinkage(
