@@ -279,12 +279,13 @@ class TestLazy:
 
     @pytest.mark.parametrize(
         ("requests", "steps"),
-        [(64, [2, 2, 2]), (128, [3, 6, 6]), (192, [4, 8, 16])],
+        [(64, [2, 2, 2]), (128, [3, 6, 6]), (192, [4, 8, 16, 32])],
     )
     def test_on_the_host_windows_of_large_batches_serve_longer(self, requests, steps):
         """Catches windows kept so long that tokens per second fall by more than planning costs."""
         options = replace(AT_ONCE, lazy=True)
-        assert self.served(planner(options), [0.6] * 4, requests) == [*steps, steps[-1]]
+        rates = [0.6] * (len(steps) + 1)
+        assert self.served(planner(options), rates, requests) == [*steps, steps[-1]]
         assert self.served(planner(options), [0.6, 0.6, 0.8], requests) == [*steps[:2], steps[0]]
 
     def test_other_requests_confirm_nothing(self):

@@ -5,7 +5,6 @@ Counted from the numbers of tokens that came back and nothing else (resting.py).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -59,12 +58,16 @@ class RestedStep:
         return RestedStep([num_rows] * width, [num_rows, *accepted[:-1]], accepted)
 
     @staticmethod
-    def windowed(sampled: bytes, drafts: VerifiedDrafts, width: int) -> "RestedStep":
-        """Windows were set by the scheduler; [n] in the order of `sampled`.
-
-        What was judged takes as long to count as all else and is left to `judged_later`.
-        """
-        return RestedStep(list(drafts.reached), [0] * width, more_than(sampled, width)[1:])
+    def windowed(steps: Sequence[bytes], drafts: VerifiedDrafts, width: int) -> "RestedStep":
+        """Of several steps, [n] each, whose windows were set by the scheduler."""
+        together = b"".join(steps)
+        sampled = np.frombuffer(together, dtype=np.uint8).reshape(len(steps), -1)
+        judged = np.minimum(sampled, drafts.counts).tobytes()
+        return RestedStep(
+            [count * len(steps) for count in drafts.reached],
+            more_than(judged, width - 1),
+            more_than(together, width)[1:],
+        )
 
     @staticmethod
     def trimmed(sampled: bytes, admitted: IntArray, width: int) -> "RestedStep":
@@ -75,13 +78,3 @@ class RestedStep:
         judged = np.minimum(tokens, verified)
         counts = (more_than(each.tobytes(), width - 1) for each in (verified, judged, accepted))
         return RestedStep(*counts)
-
-
-def judged_later(steps: Sequence[tuple[bytes, VerifiedDrafts]], width: int) -> list[int]:
-    """[K] judged drafts of steps `windowed`, from the same numbers."""
-    judged = b""
-    for _, group in groupby(steps, lambda step: id(step[1])):
-        each, drafts = zip(*group, strict=True)
-        sampled = np.frombuffer(b"".join(each), dtype=np.uint8).reshape(len(each), -1)
-        judged += np.minimum(sampled, drafts[0].counts).tobytes()
-    return more_than(judged, width - 1)

@@ -281,7 +281,7 @@ class RestingSteps:
         if batch.version == self.table.version:
             accepted, slots = batch.accepted(), self._rested.of(batch.worker_ids).slots
             if batch.verified is not None:
-                self.table.record_repeated(slots, batch.verified.counts, accepted)
+                self.table.record_repeated(slots, batch.verified.counts.astype(np.int64), accepted)
             else:
                 self.table.count_emitted(slots, np.add.reduce(accepted), len(accepted))
         batch.lengths.clear()

@@ -32,7 +32,7 @@ from vllm_dspark.integration.report import (
     order_of,
     report_of,
 )
-from vllm_dspark.integration.rested_counts import RestedStep
+from vllm_dspark.integration.rested_counts import RestedStep, more_than
 from vllm_dspark.integration.scheduled_step import ScheduledStep, StepOutlook
 from vllm_dspark.integration.startup import (
     require_schedulable,
@@ -253,19 +253,18 @@ class DSparkSchedulerMixin:
         batch, width = self.conductor.resting_batch(), self.num_spec_tokens
         if batch is not None:
             batch.lengths.append(lengths)
-        drafts = batch.verified if batch is not None else None
-        if drafts is not None:
-            step = RestedStep.windowed(lengths, drafts, width)
-        elif order.ranking is not None and report is not None and report.admitted is not None:
-            step = RestedStep.trimmed(lengths, report.admitted.counts, width)
+        if batch is not None and batch.verified is not None:
+            self.dspark_totals.add_windowed(lengths, batch.verified)
+            verified, accepted = list(batch.verified.reached), more_than(lengths, width)[1:]
         else:
-            step = RestedStep.native(lengths, width)
-        self._corrections.fill(step.verified[0], step.verified, step.accepted)
-        if drafts is not None:
-            self.dspark_totals.add_windowed(lengths, drafts, step)
-        else:
+            if order.ranking is not None and report is not None and report.admitted is not None:
+                step = RestedStep.trimmed(lengths, report.admitted.counts, width)
+            else:
+                step = RestedStep.native(lengths, width)
             self.dspark_totals.add_rested(len(lengths), step)
-        self.dspark_metrics.step_at_rest(order, len(lengths) + sum(step.accepted))
+            verified, accepted = step.verified, step.accepted
+        self._corrections.fill(verified[0], verified, accepted)
+        self.dspark_metrics.step_at_rest(order, len(lengths) + sum(accepted))
 
     def make_spec_decoding_stats(
         self, spec_decoding_stats: Any, *, request_id: str, **counts: Any

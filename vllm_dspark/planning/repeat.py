@@ -6,8 +6,8 @@ number of native decisions in a row (`period`), since what has held for hundreds
 some dozens more. A batch that changes is planned anew whatever n is. A trimmed step of a large
 batch: it serves n // 64 more steps, three at most, because by then planning is a cost and what it
 decides from (outcomes of some twenty steps) has hardly moved. A budget that stays about the same
-when it is worked out again, for the same requests, serves twice as long; on the device, where it is
-spread by fresh confidences anyway, up to eight times as long, else four. With host windows these
+when it is worked out again, for the same requests, serves twice as long, and again, up to eight
+times as long; on the device it is spread by fresh confidences anyway. With host windows these
 themselves are repeated: what each request accepts meanwhile is learned all the same, and rows about
 the very drafts to be verified, which greedy requests may use, would be wasted, so steps that have
 some are planned anew.
@@ -32,7 +32,9 @@ _LAZY_REQUESTS = 64  # a trimmed batch of so many requests serves one more step 
 _MOST_REPEATS = 3
 # A budget that moved by at most one in so many of all drafts is the same decision,
 _STEADY = 32
-_MOST_DOUBLINGS = 3  # and so often what it serves is doubled on the device; less often on the host.
+_MOST_DOUBLINGS = 3  # and so often what it serves is doubled on the device.
+# On the host, by repeats at first: windows of single requests age, and small batches gain little.
+_HOST_DOUBLINGS = (0, 0, 1, 3)
 
 
 def period(streak: int) -> int:
@@ -41,11 +43,8 @@ def period(streak: int) -> int:
 
 
 def most_doublings(repeats: int, *, device: bool) -> int:
-    """How often that is doubled what a decision serves, which is at first so many steps more.
-
-    Windows of single requests age: small batches, which gain little by it, keep theirs shorter.
-    """
-    return _MOST_DOUBLINGS if device else repeats - 1
+    """How often that is doubled what a decision serves, which is at first so many steps more."""
+    return _MOST_DOUBLINGS if device else _HOST_DOUBLINGS[repeats]
 
 
 def same_array(one: OwnerArray, other: OwnerArray) -> bool:

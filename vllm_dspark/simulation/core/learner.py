@@ -35,6 +35,7 @@ from vllm_dspark.simulation.core.state import (
     L_SAMPLED,
     NUM_FOLLOWED,
     NUM_OBSERVES,
+    NUM_REPEATED,
     OBSERVED,
     OUTCOMES,
     P_OFFSET,
@@ -93,8 +94,9 @@ def record_outcomes(x: Learner, d: int, slots, n: int, stamp: int, admitted, acc
     count_emitted(x, d, slots, n, accepted)
     _observe(x, d, slots, n, admitted, accepted)
     scalars, states = x.scalars[d], x.slot[d]
-    scalars[OUTCOMES] += 1
-    if scalars[OUTCOMES] % _LEARN_PERIOD:
+    turns, scalars[NUM_REPEATED] = 1 + scalars[NUM_REPEATED] // _LEARN_PERIOD, 0
+    scalars[OUTCOMES] += turns
+    if scalars[OUTCOMES] % _LEARN_PERIOD >= turns:
         return
     if scalars[DUE]:
         states[L_OUTCOME] = 0
@@ -122,6 +124,7 @@ def record_repeated(x: Learner, d: int, slots, n: int, admitted, accepted):
     _follow(x, d, slots, n, admitted, accepted)
     x.scalars[d, NUM_OBSERVES] += 1
     x.scalars[d, NUM_FOLLOWED] += 1
+    x.scalars[d, NUM_REPEATED] += 1
 
 
 @inner
