@@ -106,7 +106,7 @@ class Side:
     def _kind(self, order: Any, before: tuple[float, int, float]) -> str:
         if order is None:
             return "stock"
-        if order.at_rest:
+        if order.unseen:
             return "rest"
         pairs = zip(self._done(), before, strict=True)
         planned, learned, taught = (bool(after > then) for after, then in pairs)

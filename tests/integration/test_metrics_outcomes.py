@@ -15,7 +15,7 @@ from vllm_dspark.integration.outcomes import (
     token_counts,
 )
 from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
-from vllm_dspark.integration.resting import RestedStep
+from vllm_dspark.integration.rested_counts import RestedStep
 
 K = 4
 

@@ -12,10 +12,21 @@ import pytest
 from tests.integration.conftest import make_config
 from tests.support.costs import any_fingerprint, write_cost_table
 from tests.support.pairs import Pair
-from tests.support.schedulers import MadeUpWorker, add_request, bare_scheduler
+from tests.support.schedulers import (
+    CHEAP,
+    DEAR,
+    HOPELESS,
+    K,
+    MadeUpWorker,
+    add_request,
+    bare_scheduler,
+    half,
+    options,
+    settled,
+)
 from vllm_dspark.artifacts.freshness import Resolution
 from vllm_dspark.integration import exclusions, startup
-from vllm_dspark.integration.report import attach_report, order_of, report_of
+from vllm_dspark.integration.report import order_of
 from vllm_dspark.integration.request_traits import tenant_of
 from vllm_dspark.planning.online import BOUND
 from vllm_dspark.planning.plan import PlanBox, PlanKind, Reason, request_digest
@@ -23,43 +34,9 @@ from vllm_dspark.planning.posterior import INFLUENCE_BOUND
 
 pytestmark = pytest.mark.usefixtures("runner_choice")
 
-K = 7
-DEAR = {"base_ms": 10.0, "per_token_ms": 1.0}  # at 8 requests most drafts are not worth a row
-HOPELESS = {"base_ms": 0.1, "per_token_ms": 10.0, "draft_ms": 10.0}  # no draft ever is
-CHEAP = {"base_ms": 100.0, "per_token_ms": 0.05, "draft_ms": 0.1}
-
-
-def options(folder: Path, table: dict[str, float], **changes: Any) -> dict[str, Any]:
-    path = write_cost_table(folder / "table.json", **table)
-    return {
-        "scheduling": "auto",
-        "cost_table": str(path),
-        "online_cost": False,
-        "hysteresis_steps": 0,
-        "metrics": False,
-        "log_interval_s": 0.0,
-        **changes,
-    }
-
-
-def half(_: str, drafts: int) -> int:
-    return drafts // 2
-
-
-def settled(scheduler: Any, count: int = 8, steps: int = 12, **request: Any) -> MadeUpWorker:
-    """`count` requests that have been decoding for a while."""
-    for i in range(count):
-        add_request(scheduler, f"r{i}", **request)
-    worker = MadeUpWorker(scheduler, half)
-    for _ in range(steps):
-        worker.step()
-    worker.plans.clear()
-    return worker
-
 
 def allow_mixed(scheduler: Any) -> None:
     """As if there were evidence and a price for steps with prefill rows."""
-    from dataclasses import replace
 
     from vllm_dspark.planning.cost import CostTable, StepMode, StepShape
     from vllm_dspark.planning.online_cost import CostModel
@@ -241,196 +218,6 @@ class TestExclusions:
         plan = order_of(output).plan
         assert (plan.kind, plan.reason) == (PlanKind.NATIVE, Reason.EXCLUDED)
         assert {len(d) for d in output.scheduled_spec_decode_tokens.values()} == {K}
-
-
-class TestRest:
-    """Settled native steps, in which no request is looked at."""
-
-    def settle(self, pair: Pair, folder: Path, **changes: Any) -> tuple[Any, MadeUpWorker]:
-        length = 10_000
-        scheduler = bare_scheduler(
-            pair,
-            options(folder, CHEAP, **changes),
-            max_num_seqs=9,
-            max_model_len=length,
-            hf_overrides={"max_position_embeddings": length},
-        )
-        return scheduler, settled(scheduler, steps=70)
-
-    def test_learns_less_and_counts_all(self, pair: Pair, tmp_path: Path) -> None:
-        """Catches bookkeeping that costs as much as planning, and metrics that lose steps by it."""
-        scheduler, worker = self.settle(pair, tmp_path)
-        conductor, totals = scheduler.conductor, scheduler.dspark_totals
-        learned, steps = conductor.table.posterior.num_observed, totals.steps
-        batches, rows = conductor.rows.states.sum(), totals.request_steps
-        accepted, windows = totals.accepted.copy(), totals.windows.copy()
-        for _ in range(96):
-            worker.step()
-        assert {plan.kind for plan in worker.plans} == {PlanKind.NATIVE}
-        assert [plan.step_id for plan in worker.plans] == list(range(71, 167))
-        assert totals.steps - steps == 96
-        assert totals.request_steps - rows == 96 * 8
-        assert (totals.accepted - accepted).tolist() == [96 * 8] * 3 + [0] * 4
-        assert (totals.windows - windows)[K] == 96 * 8
-        assert totals.trimmed.sum() == 0
-        # 8 requests, 3 of 7 drafts accepted: 4 judged; 8 steps of 32 are learned from
-        assert conductor.table.posterior.num_observed - learned == 3 * 8 * 8 * 4
-        assert conductor.rows.states.sum() - batches == 3 * 8, "one step in 32 is planned"
-
-    def test_what_was_left_out_is_made_up_for(self, pair: Pair, tmp_path: Path) -> None:
-        """Catches stale stamps and remains after a rest: the table as if all had been looked at."""
-        scheduler, worker = self.settle(pair, tmp_path)
-        conductor = scheduler.conductor
-        while conductor.resting_batch() is None or conductor.resting_batch().done < 5:
-            worker.step()
-        add_request(scheduler, "new")
-        output = worker.step()
-        assert not order_of(output).at_rest and conductor.resting_batch() is None
-        order = order_of(worker.step())
-        names = [f"r{i}" for i in range(8)]
-        assert order.request_ids[:8] == names
-        assert set(order.draft_stamps.tolist()) == {order.step_id - 1}
-        slots = conductor.table.slots(names)
-        left = scheduler.max_model_len - scheduler.requests["r0"].num_tokens
-        assert set(conductor.table.remaining(slots).tolist()) == {left}
-
-    def test_a_stop_is_counted_by_request(self, pair: Pair, tmp_path: Path) -> None:
-        """Catches tokens behind a stop counted as accepted where nobody looks at requests."""
-        scheduler, worker = self.settle(pair, tmp_path)
-        conductor, totals = scheduler.conductor, scheduler.dspark_totals
-        while conductor.resting_batch() is None:
-            worker.step()
-        request = scheduler.requests["r3"]
-        request.max_tokens = request.num_output_tokens + 2  # of the 4 tokens of the next step
-        accepted, discarded = totals.accepted.copy(), totals.discarded.copy()
-        output = worker.step()
-        assert order_of(output).at_rest
-        assert "r3" not in scheduler.requests
-        assert (totals.accepted - accepted).tolist() == [8, 8, 7, 0, 0, 0, 0]
-        assert (totals.discarded - discarded).tolist() == [2]
-        assert order_of(worker.step()).request_ids == [f"r{i}" for i in range(8) if i != 3]
-
-    def test_drafts_that_vllm_left_out_end_it(self, pair: Pair, tmp_path: Path) -> None:
-        """Catches an order about drafts that are not in the step."""
-        scheduler, worker = self.settle(pair, tmp_path)
-        conductor, totals = scheduler.conductor, scheduler.dspark_totals
-        while conductor.resting_batch() is None:
-            worker.step()
-        scheduler.requests["r2"].spec_token_ids = [7] * 3
-        verified = totals.verified.copy()
-        order = order_of(worker.step())
-        assert not order.at_rest
-        assert order.num_drafts.tolist() == [7, 7, 3, 7, 7, 7, 7, 7]
-        assert order.plan.budget == 7 * 7 + 3
-        assert (totals.verified - verified).tolist() == [8, 8, 8, 7, 7, 7, 7]
-
-    def test_it_ends_before_a_request_does(self, pair: Pair, tmp_path: Path) -> None:
-        """Catches rest in steps whose drafts vLLM cuts, because a request is about to end."""
-        scheduler, worker = self.settle(pair, tmp_path)
-        conductor = scheduler.conductor
-        while conductor.resting_batch() is None:
-            worker.step()
-        conductor.wake()
-        request = scheduler.requests["r0"]
-        request.max_tokens = request.num_output_tokens + 60
-        slots = conductor.table.slots(["r0"])
-        conductor.table.count_emitted(slots, conductor.table.remaining(slots) - 61)
-        for _ in range(40):
-            left = request.max_tokens - request.num_output_tokens
-            if order_of(worker.step()).at_rest:
-                assert left > 2 * (K + 1)
-            if "r0" not in scheduler.requests:
-                break
-        assert "r0" not in scheduler.requests
-
-    def test_where_nothing_is_scheduled_most_steps_rest(self, pair: Pair, tmp_path: Path) -> None:
-        scheduler = bare_scheduler(pair, {"scheduling": False}, max_num_seqs=8)
-        worker = settled(scheduler)
-        totals, live = scheduler.dspark_totals, scheduler.conductor.table.live
-        steps, paired = totals.steps, live.paired.copy()
-        rested = sum(order_of(worker.step()).at_rest for _ in range(64))
-        assert totals.steps - steps == 64
-        assert 40 <= rested <= 48
-        assert (live.paired > paired).any(), "the calibration error is not followed any more"
-
-
-class TestTrimmedRest:
-    """Budgets that the worker spreads, repeated without a look at requests."""
-
-    COUNT = 128
-
-    def start(self, pair: Pair, folder: Path, **worker: Any) -> tuple[Any, MadeUpWorker]:
-        """Requests of unlike acceptance; max_tokens of some lets them end one after another."""
-        length = 10_000
-        path = write_cost_table(folder / "large.json", max_requests=self.COUNT, per_token_ms=0.02)
-        scheduler = bare_scheduler(
-            pair,
-            options(folder, DEAR, cost_table=str(path), windows="device"),
-            max_num_seqs=self.COUNT,
-            max_num_batched_tokens=4 * self.COUNT * (K + 1),
-            max_model_len=length,
-            hf_overrides={"max_position_embeddings": length},
-        )
-        assert scheduler.conductor.device_windows
-        for i in range(self.COUNT):
-            ends = {"max_tokens": 150 + 40 * i} if i % 32 == 0 else {}
-            add_request(scheduler, f"r{i}", **ends)
-        rng = np.random.default_rng(1)
-        accept = lambda _, drafts: int(rng.binomial(drafts, 0.7))  # noqa: E731
-        return scheduler, MadeUpWorker(scheduler, accept, **worker)
-
-    @pytest.mark.parametrize("worker", [{}, {"lag": 1}, {"backwards": True}])
-    def test_changes_nothing_but_time(
-        self, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: dict[str, Any]
-    ) -> None:
-        """Catches counts, stamps, remains or plans that differ from those of steps looked at."""
-        seen = []
-        for rests in (True, False):
-            scheduler, made_up = self.start(pair, tmp_path, **worker)
-            if not rests:
-                monkeypatch.setattr(scheduler.conductor, "settle_down", lambda *_: None)
-            at_rest, stats = 0, []
-            for _ in range(140):
-                output = scheduler.schedule()
-                ran = made_up.run(output)
-                found = scheduler.update_from_output(output, ran)
-                made_up.draft(output)
-                at_rest += order_of(output).at_rest
-                of_step = next(iter(found.values())).scheduler_stats.spec_decoding_stats
-                stats.append(of_step)
-            assert (at_rest > 40) is rests
-            scheduler.conductor.wake()
-            scheduler.dspark_metrics._next_slow = 0.0  # what is brought up to date once a second
-            scheduler.dspark_metrics.publish()
-            table = scheduler.conductor.table
-            seen.append((made_up.plans, stats, table, scheduler.dspark_metrics))
-        (plans, stats, table, metrics), (other_plans, other_stats, other, other_metrics) = seen
-        assert sum(plan.kind is PlanKind.TRIM for plan in plans) > 100
-        assert plans == other_plans
-        assert stats == other_stats
-        slots = table.slots(name for name in (f"r{i}" for i in range(self.COUNT)) if name in table)
-        assert self.COUNT - 4 <= slots.size < self.COUNT, "nobody ended"
-        assert (table.remaining(slots) == other.remaining(slots)).all()
-        assert (table.ranking_parameters().prior == other.ranking_parameters().prior).all()
-        for family, mine, theirs in zip(
-            metrics.families, metrics._arrays, other_metrics._arrays, strict=True
-        ):
-            assert np.allclose(mine, theirs, equal_nan=True), family.name
-
-    def test_a_report_without_windows_is_no_rest(self, pair: Pair, tmp_path: Path) -> None:
-        """Catches drafts counted as verified in a step that a worker refused to trim."""
-        scheduler, worker = self.start(pair, tmp_path)
-        conductor, plans = scheduler.conductor, scheduler.dspark_metrics.plans
-        while conductor.resting_batch() is None:
-            worker.step()
-        refused, trimmed = plans.fallbacks.sum(), scheduler.dspark_totals.trimmed.sum()
-        output = scheduler.schedule()
-        assert order_of(output).at_rest
-        ran = worker.run(output)
-        attach_report(ran, replace(report_of(ran), admitted=None))
-        scheduler.update_from_output(output, ran)
-        assert plans.fallbacks.sum() == refused + 1
-        assert scheduler.dspark_totals.trimmed.sum() == trimmed
 
 
 class TestPauses:

@@ -164,8 +164,9 @@ def repeat_unseen(one, other, seen, step):
     ahead = one.rest_ahead
     one.repeated(ahead)
     for later in range(step, step + ahead):
-        assert other.shortcut(facts(later), seen.owner, seen.num_drafts) is not None
-        assert other.rest > 1
+        plan = other.shortcut(facts(later), seen.owner, seen.num_drafts)
+        assert plan is not None
+        assert other.rest > 1 or plan.sets_windows  # whose outcomes are learned later
     assert one.rest == other.rest
     return ahead
 
@@ -271,11 +272,21 @@ class TestLazy:
     def test_on_the_device_a_confirmed_budget_serves_longer(self):
         """Catches planning what is known, and a budget kept although it has moved since."""
         options = replace(AT_ONCE, lazy=True, device_windows=True)
-        assert self.served(planner(options), [0.6] * 5) == [3, 6, 12, 12, 12]
+        assert self.served(planner(options), [0.6] * 5) == [3, 6, 12, 24, 24]
         assert self.served(planner(options), [0.6, 0.6, 0.8, 0.8, 0.6]) == [3, 6, 3, 6, 3]
         # full windows in between, which are planned anew until they have been best for long
         assert self.served(planner(options), [0.6, 0.6, 1.0, 0.6, 0.6]) == [3, 6, 1, 3, 6]
-        assert self.served(planner(replace(options, device_windows=False)), [0.6] * 3) == [3] * 3
+
+    @pytest.mark.parametrize(
+        ("requests", "steps"),
+        [(64, [2, 2, 2]), (128, [3, 6, 6]), (192, [4, 8, 16, 32])],
+    )
+    def test_on_the_host_windows_of_large_batches_serve_longer(self, requests, steps):
+        """Catches windows kept so long that tokens per second fall by more than planning costs."""
+        options = replace(AT_ONCE, lazy=True)
+        rates = [0.6] * (len(steps) + 1)
+        assert self.served(planner(options), rates, requests) == [*steps, steps[-1]]
+        assert self.served(planner(options), [0.6, 0.6, 0.8], requests) == [*steps[:2], steps[0]]
 
     def test_other_requests_confirm_nothing(self):
         one = planner(replace(AT_ONCE, lazy=True, device_windows=True))
@@ -284,9 +295,10 @@ class TestLazy:
         one.plan(facts(99), others)
         assert one.rest == 2 - 1
 
-    def test_budgets_may_be_repeated_unseen(self):
+    @pytest.mark.parametrize("device", [False, True])
+    def test_trimmed_steps_may_be_repeated_unseen(self, device):
         """Catches a planner that loses count of trimmed steps that it was not asked about."""
-        options = replace(AT_ONCE, lazy=True, device_windows=True)
+        options = replace(AT_ONCE, lazy=True, device_windows=device)
         one, other = planner(options), planner(options)
         seen = uniform(192, 0.6)
         step = skipped = 0

@@ -237,6 +237,33 @@ class TestPosterior:
         estimate = posterior.estimate(np.arange(2), np.zeros(2, bool))
         assert estimate[0, 0] > estimate[0, 1] + 0.15
 
+    def test_steps_are_followed_at_once_as_one_by_one(self):
+        """Catches windows that depend on when the outcomes of repeated steps are learned."""
+        rng, window, sampled = np.random.default_rng(3), np.arange(8) % (K + 1), np.arange(8) > 3
+        one, other, observing = (AcceptancePosterior(K, 8) for _ in range(3))
+        accepted = rng.integers(0, window + 1, (9, 8))
+        one.follow(np.arange(8), window, accepted, sampled)
+        for step in accepted:
+            other.follow(np.arange(8), window, step[None], sampled)
+            nobody = np.zeros(8, bool)
+            observing.observe(np.arange(8), window, step, sampled, nobody, np.arange(8))
+        estimates = [each.estimate(np.arange(8), sampled) for each in (one, other, observing)]
+        assert (estimates[0] == estimates[1]).all() and (estimates[0] == estimates[2]).all()
+        assert len(np.unique(estimates[0][0])) > 4
+
+    @pytest.mark.parametrize(("followed", "taught"), [(0, 1), (2, 3), (9, 9)])
+    def test_followed_steps_count_towards_the_turn_of_shared_priors(self, followed, taught):
+        """Catches priors of large batches that stand still while windows are repeated."""
+        posterior, n = AcceptancePosterior(K, 256), 256  # one step in nine teaches
+        slots, window, nobody = np.arange(n), np.full(n, 2), np.zeros(n, bool)
+        turns = 0
+        for _ in range(9):
+            posterior.follow(slots, window, np.ones((followed, n), dtype=np.int64), nobody)
+            before = posterior.num_observed
+            posterior.observe(slots, window, np.ones(n, dtype=np.int64), nobody, ~nobody, slots)
+            turns += posterior.num_observed > before
+        assert turns == taught
+
     def test_position_priors_are_conditional_rates(self):
         posterior = AcceptancePosterior(K, 8)
         self.feed(posterior, [0.7] * 8, 1500)

@@ -5,10 +5,12 @@ Milliseconds instead of an engine's ten seconds, and the same in every run.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.support.costs import write_cost_table
 from tests.support.engines import DEFAULTS, dspark
 from tests.support.pairs import Pair
 from vllm_dspark.integration.report import AdmittedDrafts, StepReport, attach_report, order_of
@@ -16,6 +18,11 @@ from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
 from vllm_dspark.planning.plan import PlanKind, VerifyPlan, owner_id
 
 Accept = Callable[[str, int], int]  # (request, its drafts verified) -> accepted of them
+
+K = 7
+DEAR = {"base_ms": 10.0, "per_token_ms": 1.0}  # at 8 requests most drafts are not worth a row
+HOPELESS = {"base_ms": 0.1, "per_token_ms": 10.0, "draft_ms": 10.0}  # no draft ever is
+CHEAP = {"base_ms": 100.0, "per_token_ms": 0.05, "draft_ms": 0.1}
 
 
 def bare_scheduler(
@@ -172,3 +179,31 @@ def _spread(drafts: dict[str, int], order: Any) -> AdmittedDrafts:
         counts.append(min(share + (more > 0), count) if count else 0)
         more -= bool(count)
     return AdmittedDrafts(list(drafts), np.array(counts, dtype=np.int32))
+
+
+def options(folder: Path, table: dict[str, float], **changes: Any) -> dict[str, Any]:
+    path = write_cost_table(folder / "table.json", **table)
+    return {
+        "scheduling": "auto",
+        "cost_table": str(path),
+        "online_cost": False,
+        "hysteresis_steps": 0,
+        "metrics": False,
+        "log_interval_s": 0.0,
+        **changes,
+    }
+
+
+def half(_: str, drafts: int) -> int:
+    return drafts // 2
+
+
+def settled(scheduler: Any, count: int = 8, steps: int = 12, **request: Any) -> MadeUpWorker:
+    """`count` requests that have been decoding for a while."""
+    for i in range(count):
+        add_request(scheduler, f"r{i}", **request)
+    worker = MadeUpWorker(scheduler, half)
+    for _ in range(steps):
+        worker.step()
+    worker.plans.clear()
+    return worker

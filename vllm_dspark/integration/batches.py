@@ -16,6 +16,9 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 PlaceArray = npt.NDArray[np.int64]
 
+# Requests whose drafts are to be cut, and to what.
+Cuts = list[tuple[Any, slice]]
+
 _DRAFTS = attrgetter("spec_token_ids")
 _COMPUTED = attrgetter("num_computed_tokens")
 
@@ -33,17 +36,30 @@ class Drafting:
         return sum(map(_COMPUTED, self.requests))
 
 
+def cuts_to(requests: Sequence[Any], kept: Sequence[int], width: int) -> Cuts:
+    """Cuts that leave requests so many of their drafts; `width` of them are all there can be."""
+    pieces = [slice(count) for count in range(width)]
+    pairs = zip(requests, kept, strict=True)
+    return [(request, pieces[count]) for request, count in pairs if count < width]
+
+
+def cut_drafts(cuts: Cuts) -> None:
+    """The one statement a request that tells vLLM's scheduler."""
+    for request, piece in cuts:
+        request.spec_token_ids = request.spec_token_ids[piece]
+
+
 class DraftingLookup:
     """Of the scheduler's running requests."""
 
     def __init__(self) -> None:
         self._running: list[Any] = []
-        self._counts: list[int] = []
+        self._counts = b""
         self._found = Drafting([], [], np.zeros(0, dtype=np.int32))
 
     def of(self, running: Sequence[Any]) -> Drafting:
         """Those of `running` that have drafts now."""
-        counts = list(map(len, map(_DRAFTS, running)))
+        counts = bytes(map(len, map(_DRAFTS, running)))
         same = running == self._running
         if same and counts == self._counts:
             return self._found
@@ -51,7 +67,7 @@ class DraftingLookup:
         ids = [request.request_id for request in requests]
         if ids == self._found.ids:
             ids = self._found.ids
-        drafts = np.array([count for count in counts if count], dtype=np.int32)
+        drafts = np.frombuffer(counts.replace(b"\0", b""), dtype=np.uint8).astype(np.int32)
         self._found = Drafting(requests, ids, drafts)
         self._running, self._counts = list(running), counts
         return self._found

@@ -128,6 +128,7 @@ class Conductor(LearningSteps):
             return StepOrder(self.step_id, None, ids, counts, draft_stamps)
         facts = self._facts(outlook)
         plan = self.planner.shortcut(facts, self.table.owners(slots), counts)
+        repeats = plan is not None
         if plan is None:
             self._kv_tokens = drafting.kv_tokens()
             facts = replace(facts, kv_tokens=self._kv_tokens)
@@ -136,7 +137,7 @@ class Conductor(LearningSteps):
             self.rows.add(batch)
             plan = self.planner.plan(facts, batch)
         if plan.kind is not PlanKind.TRIM or not self.device_windows:
-            return StepOrder(self.step_id, plan, ids, counts, draft_stamps)
+            return StepOrder(self.step_id, plan, ids, counts, draft_stamps, repeats=repeats)
         floors, ceilings = self._limits(drafting.requests, slots)
         return StepOrder(
             self.step_id,
@@ -144,6 +145,7 @@ class Conductor(LearningSteps):
             ids,
             counts,
             draft_stamps,
+            repeats=repeats,
             ranking=self.table.ranking_parameters(),
             sampled=self._sampled_among(drafting.requests, slots),
             floors=floors,
@@ -236,7 +238,7 @@ class Conductor(LearningSteps):
         if trims_on_device and np.count_nonzero(order.num_drafts) < len(ids):
             as_planned = False  # workers know the requests of the plan by their drafts
         if as_planned:
-            order.num_scheduled = self._kept(order, plan)
+            order.num_scheduled = self.kept(order)
             return order
         rows = [i for i, name in enumerate(ids) if name in step.tokens and name in self.table]
         names = [ids[i] for i in rows]
@@ -280,11 +282,12 @@ class Conductor(LearningSteps):
             draft_stamps=order.draft_stamps[rows],
         )
 
-    def _kept(self, order: StepOrder, plan: VerifyPlan) -> npt.NDArray[np.integer]:
-        """[n] drafts that a plan leaves to be scheduled."""
-        if plan.kind is PlanKind.SKIP_DRAFT:
+    def kept(self, order: StepOrder) -> npt.NDArray[np.integer]:
+        """[n] drafts that the plan leaves to be scheduled."""
+        plan = order.plan
+        if plan is not None and plan.kind is PlanKind.SKIP_DRAFT:
             return np.zeros_like(order.num_drafts)
-        if plan.kind is PlanKind.TRIM and not self.device_windows:
+        if plan is not None and plan.kind is PlanKind.TRIM and not self.device_windows:
             if self._windows is None or self._windows[0] is not plan.windows:
                 kept = np.array(plan.windows, dtype=np.int32) - np.int32(1)
                 self._windows = (plan.windows, kept)

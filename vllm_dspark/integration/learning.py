@@ -7,16 +7,17 @@ import numpy as np
 from vllm_dspark.artifacts.schema import CostTableRecord
 from vllm_dspark.integration.metrics_totals import StepTimes
 from vllm_dspark.integration.outcomes import StepOutcomes
-from vllm_dspark.integration.report import StepReport
+from vllm_dspark.integration.report import StepOrder, StepReport
 from vllm_dspark.integration.resting import RestingSteps, off_rest
 from vllm_dspark.planning.cost import CostTable, StepMode, StepTiming
 from vllm_dspark.planning.lookup import SlotLookup
 from vllm_dspark.planning.observed import ObservedCosts
+from vllm_dspark.planning.survival import stamp_age
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
-# Of large steps one in so many corrects prices, as on CUDA one in so many of all is timed: the
-# correction is slow anyway, and in the engine core's time it is not free.
+# Of large steps at most one in so many corrects prices, as on CUDA one in so many of all is timed:
+# the correction is slow anyway, and in the engine core's time it is not free.
 _MANY_REQUESTS, _TIMED_PERIOD = 64, 4
 
 
@@ -27,7 +28,7 @@ class LearningSteps(RestingSteps):
     _judged: SlotLookup
     _drafted: SlotLookup
     _observed: ObservedCosts
-    _num_timings: int = 0
+    _timed_step: int = 0
 
     def withdraw(self, reason: str) -> None:
         """Plan nothing from now on."""
@@ -36,20 +37,31 @@ class LearningSteps(RestingSteps):
     def _start_planning(self, table: CostTable | None) -> None:
         raise NotImplementedError
 
-    def learn(self, report: StepReport | None, outcomes: StepOutcomes | None) -> None:
-        """Take in outcomes, rows and times of a step that has come back."""
+    def learn(
+        self,
+        report: StepReport | None,
+        outcomes: StepOutcomes | None,
+        order: StepOrder | None = None,
+    ) -> None:
+        """Take in outcomes, rows and times of a step that has come back; order: what it ran by."""
         if self._recorder is not None:
             self._recorder.record(self.step_id, report, outcomes)
         rest = self._rest()
+        sets_windows = order is not None and order.sets_windows
         # Outcomes before rows: on a CPU a report brings the rows of the pass after the judged one,
         # which would overwrite the rows that these outcomes are about.
         if outcomes is not None:
-            self._take_outcomes(outcomes, rest > 0)
+            self.catch_up()
+            if order is None or not sets_windows:
+                self._take_outcomes(outcomes, counted=rest > 0)
+            else:  # windows follow what each request accepts, so nothing of that is left out
+                self._take_outcomes(outcomes, followed=order.repeats)
         if report is None:
             return
         if report.refused:
             self.withdraw(report.refused)
-        if rest < 2:  # the last rows before outcomes are learned from again pair with those
+        # The last rows before outcomes are learned from again pair with those.
+        if rest < 2 or (sets_windows and self.table.awaits_rows):
             self._take_rows(report)
         waiting = self.planner is None or self.planner.cost is None
         if report.cost_table is not None and waiting and not self.off_reason:
@@ -60,11 +72,11 @@ class LearningSteps(RestingSteps):
 
     def _take_timing(self, timing: StepTiming) -> None:
         planner = self.planner
-        self._num_timings += 1
-        many = timing.num_requests >= _MANY_REQUESTS
         # Of steps with prefill rows each counts: their prices come from nothing else.
-        if many and self._num_timings % _TIMED_PERIOD and timing.mode is not StepMode.MIXED:
-            return
+        if timing.num_requests >= _MANY_REQUESTS and timing.mode is not StepMode.MIXED:
+            if stamp_age(self.step_id, self._timed_step) < _TIMED_PERIOD:
+                return
+            self._timed_step = self.step_id
         if planner is not None and planner.cost is not None:
             self.times.add(timing, planner.cost)
             planner.cost.observe(timing)
@@ -79,13 +91,19 @@ class LearningSteps(RestingSteps):
 
         Where nothing is ever scheduled, some steps still serve the quality metrics.
         """
-        if self._resting is not None:
-            return 2
+        batch = self._resting
+        if batch is not None:
+            if batch.cuts is None or batch.planner is None:
+                return 2
+            return max(batch.planner.rest - batch.done, 0)  # the next plan uses the newest rows
         if self.off_reason:
             return off_rest(self.step_id)
         return self.planner.rest if self.planner is not None else 0
 
-    def _take_outcomes(self, outcomes: StepOutcomes, resting: bool) -> None:
+    def _take_outcomes(
+        self, outcomes: StepOutcomes, *, counted: bool = False, followed: bool = False
+    ) -> None:
+        """Learn from outcomes; only about their requests if followed, not at all if counted."""
         # Nothing is known of drafts behind a stop: to the learner they were never verified.
         verified, accepted, stamps = outcomes.before_stop, outcomes.accepted, outcomes.stamps
         found = self._judged.of(outcomes.request_ids)
@@ -93,9 +111,11 @@ class LearningSteps(RestingSteps):
         if found.known is not None:
             keep = found.known
             verified, accepted, stamps = verified[keep], accepted[keep], stamps[keep]
-        if resting:
+        if counted:
             self.table.count_emitted(slots, accepted)
-        if resting or not slots.size:
+        elif followed:
+            self.table.record_repeated(slots, verified, accepted[None])
+        if counted or followed or not slots.size:
             return
         first = int(stamps[0])
         if (stamps == first).all():

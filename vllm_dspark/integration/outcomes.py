@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import groupby
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from vllm_dspark.integration.line_file import LineFile
 from vllm_dspark.integration.report import AdmittedDrafts, StepOrder
-from vllm_dspark.integration.resting import RestedStep, more_than
+from vllm_dspark.integration.rested_counts import RestedStep, VerifiedDrafts, more_than
 
 Counts = npt.NDArray[np.integer]
 
@@ -215,6 +216,9 @@ class OutcomeTotals:
         self.discarded: Counts = np.zeros(1, dtype=np.int64)
         # Of steps at rest: requests, then verified, judged and accepted ones by position.
         self._rested = [0] * (1 + 3 * width)
+        self._windowed: list[
+            tuple[bytes, VerifiedDrafts]
+        ] = []  # those with host windows, uncounted
 
     def add(self, step: StepOutcomes | None) -> None:
         """Add the requests of one step."""
@@ -229,9 +233,17 @@ class OutcomeTotals:
 
     def add_rested(self, num_rows: int, rested: RestedStep) -> None:
         """Add a step of requests that had all K drafts and did not stop."""
+        self._add_rested(num_rows, rested)
+        self.steps += 1
+
+    def add_windowed(self, sampled: bytes, drafts: VerifiedDrafts) -> None:
+        """The same with windows set by the scheduler; sampled: tokens of each request."""
+        self._windowed.append((sampled, drafts))
+        self.steps += 1
+
+    def _add_rested(self, num_rows: int, rested: RestedStep) -> None:
         step = [num_rows, *rested.verified, *rested.judged, *rested.accepted]
         self._rested = list(map(add, self._rested, step))
-        self.steps += 1
 
     def _add(self, num_rows: int, reached: Counts) -> None:
         positions = self._positions
@@ -241,6 +253,11 @@ class OutcomeTotals:
 
     def derive(self) -> None:
         """Bring all sums up to date."""
+        for _, steps in groupby(self._windowed, lambda step: id(step[1])):
+            sampled, drafts = zip(*steps, strict=True)
+            rested = RestedStep.windowed(sampled, drafts[0], self.num_speculative_tokens)
+            self._add_rested(sum(map(len, sampled)), rested)
+        self._windowed.clear()
         num_rows, *reached = self._rested
         if num_rows:
             width = self.num_speculative_tokens

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_dspark.integration.batches import Cuts
 from vllm_dspark.planning.cost import StepTiming
 from vllm_dspark.planning.plan import PlanKind, VerifyPlan
 from vllm_dspark.planning.table import RankingParameters
@@ -38,6 +39,8 @@ class StepOrder:
     num_scheduled: drafts that vLLM scheduled of each, where they are those that the plan left
     (None: look at the scheduler output); kept in the engine core.
     at_rest: nothing that could be reported about the step is needed (resting.py).
+    Kept in the engine core: repeats, the plan was made for an earlier step; unseen, and no request
+    was looked at for this one; cuts: what host windows leave of drafts.
     """
 
     step_id: int
@@ -51,6 +54,9 @@ class StepOrder:
     ceilings: dict[str, int] = field(default_factory=dict)
     num_scheduled: IntArray | None = None  # [n]
     at_rest: bool = False
+    repeats: bool = False
+    unseen: bool = False
+    cuts: Cuts | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process goes what workers need: few steps are about single requests there."""
@@ -70,6 +76,22 @@ class StepOrder:
         """An order whose drafts are all of one pass."""
         counts = np.fromiter(drafted.values(), dtype=np.int32)
         return StepOrder(step_id, plan, list(drafted), counts, np.full_like(counts, stamp))
+
+    def repeated(
+        self, step_id: int, plan: VerifyPlan | None, draft_stamps: IntArray, *, at_rest: bool
+    ) -> "StepOrder":
+        """The same for a later step, without a look at its requests."""
+        order = StepOrder.__new__(StepOrder)  # a copy; pickle's protocol leaves out what stays here
+        vars(order).update(vars(self))
+        order.step_id, order.plan, order.draft_stamps = step_id, plan, draft_stamps
+        order.at_rest, order.repeats, order.unseen = at_rest, True, True
+        vars(order).pop("stamps", None)  # worked out from the others
+        return order
+
+    @property
+    def sets_windows(self) -> bool:
+        """Whether the scheduler itself leaves requests fewer drafts (host windows)."""
+        return self.plan is not None and self.plan.sets_windows and self.ranking is None
 
     @property
     def draft_next(self) -> bool:

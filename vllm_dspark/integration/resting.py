@@ -9,16 +9,23 @@ of drafts, tokens that remain) is made up for when the rest ends.
 
 Nobody looks whether a request still has its drafts, so rest is only begun while none can run out of
 tokens; vLLM would then cut them.
+
+Host windows rest likewise, but for one pass that leaves each request the drafts of its window. They
+follow what each request accepts, so the outcomes of such steps are kept, and learned all at once
+when the rest ends; and workers go on reporting, since the next plan uses the newest rows.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_dspark.integration.batches import Cuts, cut_drafts
 from vllm_dspark.integration.report import StepOrder
+from vllm_dspark.integration.rested_counts import VerifiedDrafts
 from vllm_dspark.planning.lookup import SlotLookup
 from vllm_dspark.planning.plan import PlanKind
 from vllm_dspark.planning.planner import Planner
@@ -26,12 +33,15 @@ from vllm_dspark.planning.survival import stamp_next
 from vllm_dspark.planning.table import RequestTable
 
 IntArray = npt.NDArray[np.integer]
+PlaceArray = npt.NDArray[np.int64]
 SlotArray = npt.NDArray[np.int64]
 
 # Where nothing is ever scheduled: of so many steps the last ones serve the quality metrics.
 _OFF_PERIOD, _OFF_AWAKE = 32, 8
 # Steps that may be under way when rest begins (async scheduling), whose tokens are not counted yet.
 _UNDER_WAY = 3
+
+_HAS_GRAMMAR = attrgetter("use_structured_output")
 
 
 def off_rest(step_id: int) -> int:
@@ -46,8 +56,9 @@ class RestingBatch:
     running: the scheduler's list as it was; model: the order that the others are like; version: of
     the request table; planner: whose decision is repeated, None where there is none; stamp: draft
     pass that made the drafts at hand; done: steps rested so far; worker_ids: requests in the
-    worker's order, known with the first step that comes back; lengths: of each such step, the
-    tokens that each of them emitted.
+    worker's order, known with the first step that comes back; verified: drafts that host windows
+    leave them, in that order; lengths: of each such step that has not been learned from, the tokens
+    that each of them emitted.
     """
 
     running: list[Any]
@@ -60,6 +71,7 @@ class RestingBatch:
     steps: int
     done: int = 0
     worker_ids: Sequence[str] | None = None
+    verified: VerifiedDrafts | None = None
     lengths: list[bytes] = field(default_factory=list)
 
     @staticmethod
@@ -85,6 +97,8 @@ class RestingBatch:
         steps = min(steps, int(remaining.min()) // (width + 1) - _UNDER_WAY)
         if steps <= 0:
             return None
+        if order.cuts is not None and any(map(_HAS_GRAMMAR, running)):
+            return None  # a grammar may leave it fewer drafts, which cut ones do not show
         return RestingBatch(
             list(running), order, slots, width, version, planner, order.step_id, steps
         )
@@ -95,6 +109,11 @@ class RestingBatch:
         return self.model.request_ids
 
     @property
+    def cuts(self) -> Cuts | None:
+        """What host windows leave of drafts; None without."""
+        return self.model.cuts
+
+    @property
     def size(self) -> int:
         """Requests."""
         return len(self.running)
@@ -102,26 +121,19 @@ class RestingBatch:
     @property
     def num_tokens(self) -> int:
         """Rows of each of its steps."""
+        plan = self.model.plan
+        if self.cuts is not None and plan is not None:
+            return self.size + plan.budget
         return self.size * (self.width + 1)
 
     def order(self, step_id: int) -> StepOrder:
         """The order of its next step."""
-        model = self.model
+        plan = self.model.plan
+        if plan is not None:
+            plan = plan.at_step(step_id)
         stamps = np.empty(self.size, dtype=np.int32)
         stamps.fill(self.stamp)
-        return StepOrder(
-            step_id,
-            replace(model.plan, step_id=step_id) if model.plan is not None else None,
-            model.request_ids,
-            model.num_drafts,
-            stamps,
-            model.ranking,
-            model.sampled,
-            model.floors,
-            model.ceilings,
-            num_scheduled=model.num_drafts,
-            at_rest=True,
-        )
+        return self.model.repeated(step_id, plan, stamps, at_rest=self.cuts is None)
 
     def was_scheduled(self, output: Any) -> bool:
         """Whether vLLM scheduled just that: each request at most its rows, so the sum tells."""
@@ -145,11 +157,18 @@ class RestingBatch:
             return True
         return worker_ids == self.worker_ids
 
-    def emitted(self) -> IntArray:
-        """[n] tokens of all steps that came back, in the worker's order."""
+    def windows(self, places: PlaceArray | None) -> VerifiedDrafts | None:
+        """Drafts that host windows leave; places: of the requests in the worker's order."""
+        if self.verified is None and self.cuts is not None and self.model.num_scheduled is not None:
+            counts = np.empty(self.size, dtype=np.uint8)
+            counts[slice(None) if places is None else places] = self.model.num_scheduled
+            self.verified = VerifiedDrafts.of(counts, self.width)
+        return self.verified
+
+    def accepted(self) -> IntArray:
+        """[steps, n] accepted drafts of all steps that are to be learned from."""
         steps = np.frombuffer(b"".join(self.lengths), dtype=np.uint8).reshape(-1, self.size)
-        emitted: IntArray = steps.sum(axis=0, dtype=np.int64)
-        return emitted
+        return steps.astype(np.int64) - 1  # of each step one token is the target's own
 
 
 class RestingSteps:
@@ -187,6 +206,8 @@ class RestingSteps:
         ):
             self.wake()
             return None
+        if batch.cuts is not None:
+            cut_drafts(batch.cuts)
         self.step_id = stamp_next(self.step_id)
         return batch.order(self.step_id)
 
@@ -204,13 +225,13 @@ class RestingSteps:
 
     def disturbed(self, order: StepOrder, drafts: Mapping[str, list[int]]) -> StepOrder:
         """The order of a step that was to rest and did not go as expected; then see `scheduled`."""
-        counts = [len(drafts.get(name, ())) for name in order.request_ids]
-        return replace(
-            order,
-            num_drafts=np.array(counts, dtype=np.int32),
-            num_scheduled=None,
-            at_rest=False,
-        )
+        kept = order.num_scheduled
+        order = replace(order, num_scheduled=None, at_rest=False, unseen=False)
+        counts = np.array([len(drafts.get(name, ())) for name in order.request_ids], dtype=np.int32)
+        if order.sets_windows and kept is not None:
+            counts = np.where(counts == kept, order.num_drafts, counts)
+        order.num_drafts = counts
+        return order
 
     def resting_batch(self) -> RestingBatch | None:
         """The requests that rest, if they do."""
@@ -227,9 +248,7 @@ class RestingSteps:
         steps = 0
         if planner is None:
             steps = off_rest(stamp_next(order.step_id)) - 1 if self.off_reason else 0
-        elif plan is not None and (
-            plan.kind is PlanKind.NATIVE or (plan.kind is PlanKind.TRIM and self.device_windows)
-        ):
+        elif plan is not None and plan.kind in (PlanKind.NATIVE, PlanKind.TRIM):
             steps = planner.rest_ahead
         if steps <= 0 or order.num_scheduled is None:
             return
@@ -249,51 +268,20 @@ class RestingSteps:
         if batch.planner is not None:
             batch.planner.repeated(batch.done)
         self._draft_stamp[batch.slots] = batch.stamp
-        if batch.worker_ids is not None and batch.lengths and batch.version == self.table.version:
-            # Of each step one token is the target's own.
-            accepted = batch.emitted() - len(batch.lengths)
-            slots = self._rested.of(batch.worker_ids).slots
-            self.table.count_emitted(slots, accepted, steps=len(batch.lengths))
+        self._catch_up(batch)
 
+    def catch_up(self) -> None:
+        """Learn from the steps at rest that have come back, before another one is learned from."""
+        if self._resting is not None:
+            self._catch_up(self._resting)
 
-@dataclass(frozen=True, slots=True)
-class RestedStep:
-    """Requests whose verified, judged and accepted drafts reach a position, [K] each.
-
-    Of a step of requests that had all their drafts and did not stop; no drafts were invalid.
-    """
-
-    verified: list[int]
-    judged: list[int]
-    accepted: list[int]
-
-    @staticmethod
-    def native(sampled: bytes, width: int) -> "RestedStep":
-        """All drafts were verified; sampled: tokens of each request."""
-        num_rows = len(sampled)
-        accepted = more_than(sampled, width)[1:]
-        # A draft is judged if the one before it was accepted.
-        return RestedStep([num_rows] * width, [num_rows, *accepted[:-1]], accepted)
-
-    @staticmethod
-    def trimmed(sampled: bytes, admitted: IntArray, width: int) -> "RestedStep":
-        """Drafts that the worker let through were verified, [n] in the order of `sampled`."""
-        tokens = np.frombuffer(sampled, dtype=np.uint8)
-        verified = admitted.astype(np.uint8)
-        accepted = np.minimum(tokens - 1, verified)
-        judged = np.minimum(tokens, verified)
-        counts = (more_than(each.tobytes(), width - 1) for each in (verified, judged, accepted))
-        return RestedStep(*counts)
-
-
-def more_than(numbers: bytes, most: int) -> list[int]:
-    """[most + 1] how many of the numbers are above 0, 1, ..., `most`; none is above most + 1.
-
-    In bytes they are counted faster than in anything else that holds small numbers.
-    """
-    found = [0] * (most + 1)
-    total = 0
-    for number in range(most, -1, -1):
-        total += numbers.count(number + 1)
-        found[number] = total
-    return found
+    def _catch_up(self, batch: RestingBatch) -> None:
+        if batch.worker_ids is None or not batch.lengths:
+            return
+        if batch.version == self.table.version:
+            accepted, slots = batch.accepted(), self._rested.of(batch.worker_ids).slots
+            if batch.verified is not None:
+                self.table.record_repeated(slots, batch.verified.counts.astype(np.int64), accepted)
+            else:
+                self.table.count_emitted(slots, np.add.reduce(accepted), len(accepted))
+        batch.lengths.clear()

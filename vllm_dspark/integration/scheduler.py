@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 
 from vllm_dspark.config import DSparkConfig
-from vllm_dspark.integration.batches import Drafting, DraftingLookup, WorkerOrder
+from vllm_dspark.integration.batches import (
+    Drafting,
+    DraftingLookup,
+    WorkerOrder,
+    cut_drafts,
+    cuts_to,
+)
 from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.conductor import Conductor
 from vllm_dspark.integration.draft_width import narrow_refusal
@@ -26,7 +32,7 @@ from vllm_dspark.integration.report import (
     order_of,
     report_of,
 )
-from vllm_dspark.integration.resting import RestedStep
+from vllm_dspark.integration.rested_counts import RestedStep, more_than
 from vllm_dspark.integration.scheduled_step import ScheduledStep, StepOutlook
 from vllm_dspark.integration.startup import (
     require_schedulable,
@@ -135,21 +141,15 @@ class DSparkSchedulerMixin:
         """Leave each request the drafts that its window admits, or none where none were made."""
         kind = order.plan.kind if order.plan is not None else PlanKind.NATIVE
         if kind is PlanKind.TRIM and not self.conductor.device_windows:
-            windows = order.plan.windows  # type: ignore[union-attr]
-            for request, window in zip(drafting.requests, windows, strict=True):
-                drafts = request.spec_token_ids
-                if window <= len(drafts):
-                    request.spec_token_ids = drafts[: window - 1]
-            return
-        if kind is PlanKind.SKIP_DRAFT:
-            kept = [0] * len(drafting.requests)
+            kept = self.conductor.kept(order)
+        elif kind is PlanKind.SKIP_DRAFT:
+            kept = np.zeros_like(order.num_drafts)
         elif np.count_nonzero(order.draft_stamps) == order.draft_stamps.size:
             return  # all drafts there are
         else:
-            kept = order.num_drafts.tolist()
-        for request, drafts in zip(drafting.requests, kept, strict=True):
-            if drafts < len(request.spec_token_ids):
-                request.spec_token_ids = request.spec_token_ids[:drafts]
+            kept = order.num_drafts
+        order.cuts = cuts_to(drafting.requests, kept.tolist(), self.num_spec_tokens)
+        cut_drafts(order.cuts)
 
     def _outlook(self, num_drafting: int) -> StepOutlook:
         num_running, num_waiting = len(self.running), len(self.waiting)
@@ -184,7 +184,7 @@ class DSparkSchedulerMixin:
         # those are made, searched and counted faster than anything else that holds small numbers.
         lengths = bytes(map(len, model_runner_output.sampled_token_ids))
         report = report_of(model_runner_output)
-        resting = order.at_rest and self._rests(
+        resting = order.unseen and self._rests(
             scheduler_output, model_runner_output, order, lengths, report
         )
         self._corrections.begin(self, () if resting else order.request_ids)
@@ -195,7 +195,7 @@ class DSparkSchedulerMixin:
         if resting and not stopped:
             self._count_rested(order, lengths, report)
             if report is not None:
-                self.conductor.learn(report, None)
+                self.conductor.learn(report, None, order)
             return outputs
         where = self._worker_order
         places = where.places(
@@ -213,7 +213,7 @@ class DSparkSchedulerMixin:
         admitted = report.admitted if report is not None else None
         outcomes = pending.finish(emitting(outputs, order), admitted, stopped=stopped)
         self._corrections.apply(outcomes)
-        self.conductor.learn(report, outcomes)
+        self.conductor.learn(report, outcomes, order)
         self.dspark_totals.add(outcomes)
         self.dspark_metrics.step(order, outcomes, report, last=bool(self.finished_req_ids))
         if self._outcome_log is not None and outcomes is not None:
@@ -230,14 +230,17 @@ class DSparkSchedulerMixin:
     ) -> bool:
         """Whether outcomes need not be looked at one by one, unless a request stops."""
         batch, ids = self.conductor.resting_batch(), model_runner_output.req_ids
+        if batch is None or batch.request_ids is not order.request_ids:
+            return False
         if order.ranking is not None and (
             report is None or report.admitted is None or report.admitted.request_ids != ids
         ):
             return False  # who had which drafts verified is to be found out
+        if batch.verified is None and order.sets_windows:
+            index_of = model_runner_output.req_id_to_index
+            batch.windows(self._worker_order.places(order.request_ids, ids, index_of))
         return (
-            batch is not None
-            and batch.request_ids is order.request_ids
-            and len(self.running) == len(lengths) == batch.size
+            len(self.running) == len(lengths) == batch.size
             and batch.ran_in_order(ids)
             and 0 not in lengths
             and not scheduler_output.num_invalid_spec_tokens
@@ -247,16 +250,21 @@ class DSparkSchedulerMixin:
 
     def _count_rested(self, order: StepOrder, lengths: bytes, report: StepReport | None) -> None:
         """Totals of a step at rest, in which nobody stopped."""
-        batch = self.conductor.resting_batch()
+        batch, width = self.conductor.resting_batch(), self.num_spec_tokens
         if batch is not None:
             batch.lengths.append(lengths)
-        if order.ranking is not None and report is not None and report.admitted is not None:
-            step = RestedStep.trimmed(lengths, report.admitted.counts, self.num_spec_tokens)
+        if batch is not None and batch.verified is not None:
+            self.dspark_totals.add_windowed(lengths, batch.verified)
+            verified, accepted = list(batch.verified.reached), more_than(lengths, width)[1:]
         else:
-            step = RestedStep.native(lengths, self.num_spec_tokens)
-        self._corrections.fill(step.verified[0], step.verified, step.accepted)
-        self.dspark_totals.add_rested(len(lengths), step)
-        self.dspark_metrics.step_at_rest(order, len(lengths) + sum(step.accepted))
+            if order.ranking is not None and report is not None and report.admitted is not None:
+                step = RestedStep.trimmed(lengths, report.admitted.counts, width)
+            else:
+                step = RestedStep.native(lengths, width)
+            self.dspark_totals.add_rested(len(lengths), step)
+            verified, accepted = step.verified, step.accepted
+        self._corrections.fill(verified[0], verified, accepted)
+        self.dspark_metrics.step_at_rest(order, len(lengths) + sum(accepted))
 
     def make_spec_decoding_stats(
         self, spec_decoding_stats: Any, *, request_id: str, **counts: Any

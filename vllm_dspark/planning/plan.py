@@ -8,8 +8,9 @@ plan of an earlier step can never be executed later.
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +80,15 @@ class VerifyPlan:
             return 0
         return self.num_positions if self.draft_width is None else self.draft_width
 
+    def at_step(self, step_id: int) -> "VerifyPlan":
+        """The same for another step; `replace`, in half its time."""
+        return VerifyPlan(step_id, *_BUT_STEP(self))
+
+    @property
+    def sets_windows(self) -> bool:
+        """Whether the plan itself says what each request has verified (host windows)."""
+        return self.kind is PlanKind.TRIM and bool(self.windows)
+
     @property
     def predicted_gain(self) -> float:
         """Relative gain in tokens per ms over the native step; 0 if either is unpriced."""
@@ -86,6 +96,9 @@ class VerifyPlan:
             return 0.0
         own = self.predicted_tokens / self.predicted_ms
         return own * self.native_ms / self.native_tokens - 1.0
+
+
+_BUT_STEP = attrgetter(*(item.name for item in fields(VerifyPlan)[1:]))
 
 
 def owner_id(request_id: str, generation: int = 0) -> int:

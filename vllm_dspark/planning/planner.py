@@ -89,10 +89,7 @@ class Planner:
 
     @property
     def rest_ahead(self) -> int:
-        """Coming steps that may repeat the last decision unseen; then tell `repeated`.
-
-        It must be a native one, or one whose windows are set on the device.
-        """
+        """Coming steps that may repeat the last decision unseen; then tell `repeated`."""
         if not self.options.lazy or (self.selector.kind is PlanKind.TRIM and self._drain.shrunk):
             return 0
         return self._repetition.rest_ahead

@@ -91,7 +91,7 @@ class AcceptancePosterior:
         self._residual: FloatArray = np.zeros(num_slots, dtype=np.float32)  # by slot: S - E
         self._count: FloatArray = np.zeros(num_slots, dtype=np.float32)  # by slot: N
         self._own = np.zeros((2, num_positions, num_slots))  # N and S by position and slot
-        self._num_steps = 0
+        self._num_steps = self._num_followed = 0  # the latter since the last `observe`
         self.num_observed = 0  # drafts that ever taught the shared priors
 
     def grow(self, num_slots: int) -> None:
@@ -161,28 +161,13 @@ class AcceptancePosterior:
         tenant: IntArray,  # [m]
     ) -> None:
         """Learn from one step's outcomes; only untouched requests teach the shared priors."""
-        # Past the first rejection, and past the window, nothing was observed. With
-        # cumulative priors P_j = p_1 + ... + p_j, what was expected of j drafts is P_j.
-        trials = accepted + 1
-        np.minimum(trials, admitted, out=trials)
-        group = sampled * np.int64(len(self._positions) + 1)
-        reached = group + trials
-        residual, count = self._residual.take(slots), self._count.take(slots)
-        keep: np.float32 | FloatArray = np.float32(_KEEP_REQUEST)
-        if np.count_nonzero(trials) < trials.size:  # a step that verified nothing forgets nothing
-            keep = np.where(trials > 0, np.float32(_KEEP_REQUEST), np.float32(1.0))
-        residual *= keep
-        count *= keep
-        residual += accepted
-        residual -= self._expected.take(reached)
-        count += trials
-        self._residual[slots] = residual
-        self._count[slots] = count
+        trials, residual, count = self._follow(slots, admitted, accepted[None], sampled)
         self._num_steps += 1
+        unseen, self._num_followed = self._num_followed, 0
         # The shared priors are statistics: of large batches, some steps say as much as all.
-        if self._num_steps % (1 + slots.size // _SHARED_ROWS):
+        if self._num_steps % (1 + slots.size // _SHARED_ROWS) > unseen:
             return
-        shared = trials * untouched
+        shared = trials[0] * untouched
         num_shared = int(np.add.reduce(shared))
         if num_shared:
             self.num_observed += num_shared
@@ -190,6 +175,43 @@ class AcceptancePosterior:
             self._teach_shared(slots, shared, accepted, sampled, weight)
             if self._until_refresh == _REFRESH:
                 self._learn_shrinkage(residual, count, weight)
+
+    def follow(
+        self,
+        slots: IntArray,  # [m], each at most once
+        admitted: IntArray,  # [m] drafts verified in each step
+        accepted: IntArray,  # [steps, m] of them accepted, oldest first
+        sampled: BoolArray,  # [m]
+    ) -> None:
+        """Learn about the requests alone, from steps that all verified the same drafts."""
+        self._follow(slots, admitted, accepted, sampled)
+        self._num_steps += len(accepted)
+        self._num_followed += len(accepted)
+
+    def _follow(
+        self, slots: IntArray, admitted: IntArray, accepted: IntArray, sampled: BoolArray
+    ) -> tuple[IntArray, FloatArray, FloatArray]:
+        """Trials [steps, m]; residual and count, [m], after them."""
+        # Past the first rejection, and past the window, nothing was observed. With
+        # cumulative priors P_j = p_1 + ... + p_j, what was expected of j drafts is P_j.
+        trials = accepted + 1
+        np.minimum(trials, admitted, out=trials)
+        expected = self._expected.take(trials + sampled * np.int64(len(self._positions) + 1))
+        keep: np.float32 | FloatArray = np.float32(_KEEP_REQUEST)
+        if np.count_nonzero(admitted) < admitted.size:  # who had none verified forgets nothing
+            keep = np.where(admitted > 0, np.float32(_KEEP_REQUEST), np.float32(1.0))
+        news = np.empty((len(trials), 2, slots.size), dtype=np.float32)
+        gained, tried = news[:, 0], news[:, 1]
+        gained[:] = accepted
+        gained -= expected
+        tried[:] = trials
+        state = np.empty((2, slots.size), dtype=np.float32)
+        state[0], state[1] = self._residual.take(slots), self._count.take(slots)
+        for step in news:
+            state *= keep
+            state += step
+        self._residual[slots], self._count[slots] = state[0], state[1]
+        return trials, state[0], state[1]
 
     def _learn_shrinkage(
         self, residual: FloatArray, trials: FloatArray, weight: FloatArray

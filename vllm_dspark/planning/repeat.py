@@ -5,11 +5,12 @@ every n-th step is planned, since native steps should cost nothing; n grows from
 number of native decisions in a row (`period`), since what has held for hundreds of steps holds for
 some dozens more. A batch that changes is planned anew whatever n is. A trimmed step of a large
 batch: it serves n // 64 more steps, three at most, because by then planning is a cost and what it
-decides from (outcomes of some twenty steps) has hardly moved. Rows about the very drafts to be
-verified, which greedy requests may use, would be wasted by that, so with host windows steps that
-have some are planned anew; on the device they count in any case, and the budget alone is repeated.
-So there a decision that stays about the same when it is worked out again, for the same requests,
-serves twice as long, and once more twice.
+decides from (outcomes of some twenty steps) has hardly moved. A budget that stays about the same
+when it is worked out again, for the same requests, serves twice as long, and again, up to eight
+times as long; on the device it is spread by fresh confidences anyway. With host windows these
+themselves are repeated: what each request accepts meanwhile is learned all the same, and rows about
+the very drafts to be verified, which greedy requests may use, would be wasted, so steps that have
+some are planned anew.
 """
 
 from dataclasses import replace
@@ -29,14 +30,21 @@ _PERIODS = ((256, 64), (64, 32), (0, 8))
 _AWAKE = 8  # steps before a planned one that are learned from, half the period if that is less
 _LAZY_REQUESTS = 64  # a trimmed batch of so many requests serves one more step per so many
 _MOST_REPEATS = 3
-# On the device: a budget that moved by at most one in so many of all drafts is the same decision,
+# A budget that moved by at most one in so many of all drafts is the same decision,
 _STEADY = 32
-_MOST_DOUBLINGS = 2  # and so often what it serves is doubled.
+_MOST_DOUBLINGS = 3  # and so often what it serves is doubled on the device.
+# On the host, by repeats at first: windows of single requests age, and small batches gain little.
+_HOST_DOUBLINGS = (0, 0, 1, 3)
 
 
 def period(streak: int) -> int:
     """Steps from one planned native step to the next after `streak` native decisions."""
     return next(steps for least, steps in _PERIODS if streak >= least)
+
+
+def most_doublings(repeats: int, *, device: bool) -> int:
+    """How often that is doubled what a decision serves, which is at first so many steps more."""
+    return _MOST_DOUBLINGS if device else _HOST_DOUBLINGS[repeats]
 
 
 def same_array(one: OwnerArray, other: OwnerArray) -> bool:
@@ -70,12 +78,14 @@ class Repetition:
 
     @property
     def rest_ahead(self) -> int:
-        """Coming steps that would be repeats and of which nothing is needed.
+        """Coming steps that would be repeats and need no look at requests before they run.
 
-        Not the last one before outcomes are learned from again: its rows pair with those.
+        Where outcomes of repeats are not needed, not the last one before they are again: its rows
+        pair with those. With host windows the outcomes of all of them are needed later.
         """
         if self._owner is not None:
-            return max(self._left - 3, 0)
+            of_host = self._last is not None and bool(self._last.windows)
+            return self._left if of_host else max(self._left - 3, 0)
         streak = self._native_streak
         if streak < _LAZY_AFTER or streak % period(streak) == 0:
             return 0
@@ -114,8 +124,9 @@ class Repetition:
         wasted = batch.fresh and bool(plan.windows)
         before, self._decided = self._decided, None
         if plan.kind is PlanKind.TRIM and repeats and not (incomplete or wasted):
-            steady = not plan.windows and self._confirms(before, plan, batch.owner)
-            self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS) if steady else 0
+            most = most_doublings(repeats, device=not plan.windows)
+            steady = self._confirms(before, plan, batch.owner)
+            self._doublings = min(self._doublings + 1, most) if steady else 0
             self._decided = (batch.owner, plan.budget)
             self._owner = batch.owner
             self._left = ((repeats + 1) << self._doublings) - 1
@@ -150,13 +161,13 @@ class Repetition:
         if not self._left or self._owner is None or not same_array(owner, self._owner):
             return None
         full = int(np.add.reduce(num_drafts)) == owner.size * last.num_positions
-        return replace(last, step_id=step_id) if full else None
+        return last.at_step(step_id) if full else None
 
     def _native(
         self, last: VerifyPlan, step_id: int, owner: OwnerArray, num_drafts: IntArray
     ) -> VerifyPlan:
         if self._seen is not None and self._seen[0] is owner and self._seen[1] is num_drafts:
-            return replace(last, step_id=step_id)
+            return last.at_step(step_id)
         self._seen = (owner, num_drafts)
         budget, windows = int(np.add.reduce(num_drafts)), last.windows
         if windows and budget != last.budget:

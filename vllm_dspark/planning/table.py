@@ -112,7 +112,7 @@ class RequestTable:
         self.version = 0  # raised whenever a slot changes hands
         self.unpaired = 0  # outcomes whose confidence row never came
         self._learn = online_calibration
-        self._num_outcomes = 0
+        self._num_outcomes = self._num_repeated = 0  # the latter since the last of the former
         self._due = False  # the last outcomes are to be paired with rows that may not be here yet
         self._views: dict[int, _View] = {}  # by identity of a slot array
         self._ranking: RankingParameters | None = None
@@ -279,8 +279,10 @@ class RequestTable:
         view, state = self._view(slots), self._state
         self.count_emitted(slots, accepted)
         self.posterior.observe(slots, admitted, accepted, view.sampled, view.untouched, view.tenant)
-        self._num_outcomes += 1
-        if self._num_outcomes % _LEARN_PERIOD:
+        # Steps that were only followed bring the turn nearer, but a whole one takes a period.
+        turns, self._num_repeated = 1 + self._num_repeated // _LEARN_PERIOD, 0
+        self._num_outcomes += turns
+        if self._num_outcomes % _LEARN_PERIOD >= turns:
             return
         if self._due:
             lost = (state[_OUTCOME_STAMP] > 0) & (state[_ADMITTED] > 0) & (state[_OWNER] != 0)
@@ -291,6 +293,20 @@ class RequestTable:
         state[_ACCEPTED][slots] = accepted
         self._due = True
         self._pair(slots)
+
+    def record_repeated(self, slots: SlotArray, admitted: IntArray, accepted: IntArray) -> None:
+        """Follow requests, [m], through steps that verified the same drafts of each.
+
+        accepted: [steps, m], oldest first. What all requests share is taught by other steps.
+        """
+        self.count_emitted(slots, np.add.reduce(accepted), len(accepted))
+        self.posterior.follow(slots, admitted, accepted, self._view(slots).sampled)
+        self._num_repeated += len(accepted)
+
+    @property
+    def awaits_rows(self) -> bool:
+        """Whether outcomes wait for the rows that their drafts were judged by."""
+        return self._due
 
     def _pair(self, slots: SlotArray) -> None:
         """Teach the calibration from rows and outcomes of the same draft pass."""

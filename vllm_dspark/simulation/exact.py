@@ -49,6 +49,7 @@ class RealPlanner:
             for _ in range(replicas)
         ]
         self._names: list[list[str]] = [[""] * slots for _ in range(replicas)]
+        self._repeated = False  # the last plan repeats the one before it
 
     def run(self, max_steps: int) -> int:
         """Run to the end or for `max_steps`; returns the steps made."""
@@ -77,7 +78,7 @@ class RealPlanner:
         self._add(d)
         finished_from = int(w.counts[state.DONE])
         entry.complete(w, a.load, a.requests, a.costs, d, n, kind, draft_next)
-        self._learn(d, order, made_by)
+        self._learn(d, order, made_by, plan)
         if w.counts[state.DONE] != finished_from:
             for slot in w.batch[state.FINISHED, : w.counts[state.N_FINISHED]].tolist():
                 self.tables[d].remove(self._names[d][slot])
@@ -105,6 +106,7 @@ class RealPlanner:
         slots = table.slots(self._names[d][slot] for slot in order.tolist())
         counts = np.full(order.size, drafts, dtype=np.int32)
         plan = self.planners[d].shortcut(facts, table.owners(slots), counts)
+        self._repeated = plan is not None
         if plan is None:
             stamps = np.full(order.size, stamp, dtype=np.int32)
             plan = self.planners[d].plan(facts, table.batch(slots, counts, stamps))
@@ -154,21 +156,25 @@ class RealPlanner:
                 remaining=int(a.requests.request[state.R_LIMIT, request]) - 1,
             )
 
-    def _learn(self, d: int, order: IntArray, made_by: int) -> None:
+    def _learn(self, d: int, order: IntArray, made_by: int, plan: VerifyPlan | None) -> None:
         w, table = self.arrays.world, self.tables[d]
         n = order.size
         names = [self._names[d][slot] for slot in order.tolist()]
         rest = self.planners[d].rest
-        if rest and n:
-            table.count_emitted(table.slots(names), w.batch[state.PASSED, :n].astype(np.int64))
+        slots = table.slots(names)
+        judged, passed = (w.batch[row, :n].astype(np.int64) for row in (state.JUDGED, state.PASSED))
+        sets_windows = plan is not None and plan.sets_windows
+        if sets_windows and self._repeated:
+            table.record_repeated(slots, judged, passed[None])
+        elif rest and n and not sets_windows:
+            table.count_emitted(slots, passed)
         elif n:
-            judged = w.batch[state.JUDGED, :n].astype(np.int64)
-            passed = w.batch[state.PASSED, :n].astype(np.int64)
-            table.record_outcomes(table.slots(names), made_by, judged, passed)
+            table.record_outcomes(slots, made_by, judged, passed)
         step = int(w.rep[d, state.STEP])
         place = (step - self.lag) % state.HISTORY
         shown = int(w.row_stamp[d, place])
-        if rest > 1 or shown == 0 or shown != step - self.lag:
+        wanted = rest < 2 or (sets_windows and table.awaits_rows)
+        if not wanted or shown == 0 or shown != step - self.lag:
             return
         where = [*order.tolist(), *w.batch[state.PREFILLED, : w.counts[state.N_PREFILLED]].tolist()]
         where = [s for s in where if w.row_owner[d, place, s] == w.slot[d, state.INSTANCE, s] + 1]

@@ -20,6 +20,7 @@ from vllm_dspark.simulation.core.state import (
     L_REMAINING,
     L_ROW_OWNER,
     L_ROW_STAMP,
+    LAST_KIND,
     N_PREFILLED,
     N_STARTED,
     ORDER,
@@ -31,6 +32,7 @@ from vllm_dspark.simulation.core.state import (
     QUEUE_SIZE,
     R_LIMIT,
     R_SAMPLED,
+    REPEATED,
     STAMP,
     STARTED,
     STEP,
@@ -128,10 +130,13 @@ def _decide(w, x, p, o, load, c, d, n, drafts, kv_tokens, mixed):
 
 
 @inner
-def _learn(w, x, p, load, t, d, n, stamp):
+def _learn(w, x, p, o, load, d, n, stamp):
     """Conductor.learn: outcomes first, then the rows that have arrived."""
-    rest = repetition.rest(p, d)
-    if rest:
+    rest, s = repetition.rest(p, d), p.state[d]
+    sets_windows = n > 0 and not o.device and s[LAST_KIND] == TRIM
+    if sets_windows and s[REPEATED]:
+        learner.record_repeated(x, d, w.batch[ORDER], n, w.batch[JUDGED], w.batch[PASSED])
+    elif rest and not sets_windows:
         learner.count_emitted(x, d, w.batch[ORDER], n, w.batch[PASSED])
     elif n:
         learner.record_outcomes(
@@ -139,7 +144,8 @@ def _learn(w, x, p, load, t, d, n, stamp):
         )
     place = (w.rep[d, STEP] - load.lag) % HISTORY
     shown = w.row_stamp[d, place]
-    if rest > 1 or shown == 0 or shown != w.rep[d, STEP] - load.lag:
+    wanted = rest < 2 or (sets_windows and x.scalars[d, DUE])
+    if not wanted or shown == 0 or shown != w.rep[d, STEP] - load.lag:
         return
     count = 0
     for i in range(n + w.counts[N_PREFILLED]):
@@ -194,9 +200,9 @@ def _entries(stamp: int):
             if n:
                 w.kinds[plan.kind, plan.reason] += 1
             if ours and n:
-                _learn(w, x, p, load, t, d, n, made_by)
+                _learn(w, x, p, o, load, d, n, made_by)
             elif ours:
-                _learn(w, x, p, load, t, d, 0, 0)
+                _learn(w, x, p, o, load, d, 0, 0)
         return max_steps
 
     @entry

@@ -33,7 +33,9 @@ from vllm_dspark.simulation.core.state import (
     L_ROW_OWNER,
     L_ROW_STAMP,
     L_SAMPLED,
+    NUM_FOLLOWED,
     NUM_OBSERVES,
+    NUM_REPEATED,
     OBSERVED,
     OUTCOMES,
     P_OFFSET,
@@ -92,8 +94,9 @@ def record_outcomes(x: Learner, d: int, slots, n: int, stamp: int, admitted, acc
     count_emitted(x, d, slots, n, accepted)
     _observe(x, d, slots, n, admitted, accepted)
     scalars, states = x.scalars[d], x.slot[d]
-    scalars[OUTCOMES] += 1
-    if scalars[OUTCOMES] % _LEARN_PERIOD:
+    turns, scalars[NUM_REPEATED] = 1 + scalars[NUM_REPEATED] // _LEARN_PERIOD, 0
+    scalars[OUTCOMES] += turns
+    if scalars[OUTCOMES] % _LEARN_PERIOD >= turns:
         return
     if scalars[DUE]:
         states[L_OUTCOME] = 0
@@ -115,9 +118,19 @@ def count_emitted(x: Learner, d: int, slots, n: int, accepted):
 
 
 @inner
-def _observe(x: Learner, d: int, slots, n: int, admitted, accepted):
-    """AcceptancePosterior.observe; all simulated requests are untouched."""
-    num_shared = 0
+def record_repeated(x: Learner, d: int, slots, n: int, admitted, accepted):
+    """RequestTable.record_repeated of one step."""
+    count_emitted(x, d, slots, n, accepted)
+    _follow(x, d, slots, n, admitted, accepted)
+    x.scalars[d, NUM_OBSERVES] += 1
+    x.scalars[d, NUM_FOLLOWED] += 1
+    x.scalars[d, NUM_REPEATED] += 1
+
+
+@inner
+def _follow(x: Learner, d: int, slots, n: int, admitted, accepted) -> int:
+    """AcceptancePosterior._follow of one step; the drafts that were judged."""
+    num_judged = 0
     own, expected, classes = x.own[d], x.expected[d], x.slot[d, L_SAMPLED]
     for i in range(n):
         slot, group = slots[i], classes[slots[i]]
@@ -126,12 +139,20 @@ def _observe(x: Learner, d: int, slots, n: int, admitted, accepted):
         if trials > 0:
             residual *= _KEEP
             count *= _KEEP
-        residual = np.float32(np.float64(residual) + accepted[i])
-        own[RESIDUAL, slot] = np.float32(residual - expected[group, trials])
+        gained = np.float32(accepted[i] - np.float64(expected[group, trials]))
+        own[RESIDUAL, slot] = np.float32(residual + gained)
         own[TRIALS, slot] = np.float32(np.float64(count) + trials)
-        num_shared += trials
+        num_judged += trials
+    return num_judged
+
+
+@inner
+def _observe(x: Learner, d: int, slots, n: int, admitted, accepted):
+    """AcceptancePosterior.observe; all simulated requests are untouched."""
+    num_shared = _follow(x, d, slots, n, admitted, accepted)
     x.scalars[d, NUM_OBSERVES] += 1
-    if int(x.scalars[d, NUM_OBSERVES]) % (1 + n // _SHARED_ROWS) or not num_shared:
+    unseen, x.scalars[d, NUM_FOLLOWED] = x.scalars[d, NUM_FOLLOWED], 0
+    if int(x.scalars[d, NUM_OBSERVES]) % (1 + n // _SHARED_ROWS) > unseen or not num_shared:
         return
     for i in range(n):
         if min(admitted[i], accepted[i] + 1) > 0:

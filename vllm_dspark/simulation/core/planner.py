@@ -39,6 +39,7 @@ from vllm_dspark.simulation.core.state import (
     PROBING,
     RAGGED,
     REPEATABLE,
+    REPEATED,
     SINCE_DRAFT,
     SKIP,
     STREAK,
@@ -121,7 +122,7 @@ def repeat(p: Planner, d: int, n: int, drafts: int, out):
             budget += out[i]
         decision = Decision(TRIM, reason, budget, True, 0.0, 0.0)
     _note(s, n, decision)
-    s[REPEATABLE] = left
+    s[REPEATABLE], s[REPEATED] = left, 1
     return decision
 
 
@@ -133,7 +134,7 @@ def _note(s, n: int, decision: Decision):
     settled = decision.reason in (_NATIVE_BEST, _MIN_GAIN)
     s[NATIVE_STREAK] = s[NATIVE_STREAK] + 1 if settled else 0
     s[LAST_SIZE], s[LAST_REASON], s[LAST_KIND] = n, decision.reason, decision.kind
-    s[REPEATABLE] = 0
+    s[REPEATABLE] = s[REPEATED] = 0
     if decision.kind != TRIM:
         s[DECIDED_SIZE] = 0
 

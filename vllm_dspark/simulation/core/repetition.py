@@ -17,6 +17,7 @@ from vllm_dspark.simulation.core.state import (
 LAZY_AFTER, _AWAKE, _PERIODS = repeat_rules._LAZY_AFTER, repeat_rules._AWAKE, repeat_rules._PERIODS
 _LAZY_REQUESTS, _MOST_REPEATS = repeat_rules._LAZY_REQUESTS, repeat_rules._MOST_REPEATS
 _STEADY, _MOST_DOUBLINGS = repeat_rules._STEADY, repeat_rules._MOST_DOUBLINGS
+_HOST_DOUBLINGS = repeat_rules._HOST_DOUBLINGS
 
 
 @inner
@@ -50,15 +51,16 @@ def allow(
     if not may_repeat or n < _LAZY_REQUESTS:
         return
     moved = abs(decision.budget - s[DECIDED_BUDGET])
-    steady = o.device and size == n and moved * _STEADY <= n * width
+    steady = size == n and moved * _STEADY <= n * width
     for i in range(n):
         owner = owners[order[i]] + 1
         steady = steady and p.last[d, 0, i] == owner
         p.last[d, 0, i] = owner
         p.last[d, 1, i] = drafts[i]
-    s[DOUBLINGS] = min(s[DOUBLINGS] + 1, _MOST_DOUBLINGS) if steady else 0
-    s[DECIDED_SIZE], s[DECIDED_BUDGET] = n, decision.budget
     repeats = min(n // _LAZY_REQUESTS, _MOST_REPEATS)
+    most = _MOST_DOUBLINGS if o.device else _HOST_DOUBLINGS[repeats]  # repeat.most_doublings
+    s[DOUBLINGS] = min(s[DOUBLINGS] + 1, most) if steady else 0
+    s[DECIDED_SIZE], s[DECIDED_BUDGET] = n, decision.budget
     s[REPEATABLE] = ((repeats + 1) << s[DOUBLINGS]) - 1
 
 
