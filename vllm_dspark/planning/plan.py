@@ -47,6 +47,7 @@ class Reason(Enum):
     SKIP_LEFTOVER = "skip_leftover"  # drafting stops; drafts already made are still used
     PROBE_DRAFT = "probe_draft"  # drafting is skipped, but this step drafts to look
     PROBE_VERIFY = "probe_verify"  # verifies the drafts of a probe
+    EXPLORE = "explore"  # another draft width is tried, whose steps were not measured lately
     FORCED = "forced"  # `test_windows`
 
 

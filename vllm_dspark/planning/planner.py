@@ -32,6 +32,7 @@ from vllm_dspark.planning.budget import Option
 from vllm_dspark.planning.cost import StepMode
 from vllm_dspark.planning.draft_cost import ladder
 from vllm_dspark.planning.drain import DrainWatch
+from vllm_dspark.planning.explore import Explorer
 from vllm_dspark.planning.facts import PlannerOptions, StepFacts
 from vllm_dspark.planning.forced import forced_width, forced_windows
 from vllm_dspark.planning.hysteresis import KindSelector
@@ -47,6 +48,7 @@ OwnerArray = npt.NDArray[np.int64]
 
 # Columns of the draft pass that ends a step, and why; None: no pass.
 DraftPass = tuple[int, WidthReason] | None
+_LEAST_REMAINING = 32  # tokens of the longest request
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Planner:
         self._probing = False  # the last step drafted only to look
         self._unjudged = 0  # consecutive steps with prefill rows
         self._repetition = Repetition()
+        self._explorer = Explorer()
 
     @property
     def _prices(self) -> CostModel:
@@ -112,18 +115,24 @@ class Planner:
             trim.goodput if trim else 0.0,
             seen.skip.goodput if seen.skip else 0.0,
         )
+        may_try = self._prices.online and bool(seen.promised) and not draining
+        tried = self._trial_step(facts, batch, promises, seen) if may_try else None
+        if tried is not None:
+            return self._finish(tried)
         if kind is PlanKind.SKIP_DRAFT:
             plan = self._pause(facts, batch, promises, seen)
         elif not np.count_nonzero(batch.num_drafts):
             plan = self._single(facts, batch, seen, Reason.NO_DRAFTS, self._next_pass(batch))
         elif kind is PlanKind.TRIM:
             plan = self._trim_or_native(facts, batch, promises, seen, reason, draining)
-            plan = self._finish(plan)
-            self._repetition.allow(plan, batch, seen.incomplete)
-            return plan
         else:
             plan = self._native(facts, batch, reason, seen.native)
-        return self._finish(plan)
+        if may_try:
+            plan = self._start_trial(batch, promises, seen, plan)
+        plan = self._finish(plan)
+        if kind is PlanKind.TRIM and plan.reason not in (Reason.NO_DRAFTS, Reason.EXPLORE):
+            self._repetition.allow(plan, batch, seen.incomplete)
+        return plan
 
     def shortcut(
         self, facts: StepFacts, owner: OwnerArray, num_drafts: IntArray
@@ -196,6 +205,7 @@ class Planner:
             selector.reset()
             return seen.trim.option
         promised = [*promises.narrower(seen.survival, selector.widths[:-1]), seen.trim]
+        seen.promised = promised
         seen.trim = promised[selector.select([promise.goodput for promise in promised])]
         return seen.trim.option
 
@@ -255,6 +265,56 @@ class Planner:
         if self._since_draft + 1 >= self.options.probe_interval:
             return self._single(facts, batch, seen, Reason.PROBE_DRAFT, self._full_pass(batch))
         return self._single(facts, batch, seen, Reason.SKIP_GAIN, None)
+
+    # ---- trying another width (explore.py)
+
+    def _trial_step(
+        self, facts: StepFacts, batch: RequestBatch, promises: Promises, seen: Evaluation
+    ) -> VerifyPlan | None:
+        """A step that verifies the drafts of a trial, if one is on."""
+        trial, last = self._explorer.trial, self._explorer.left == 1
+        if trial is None:
+            return None
+        ranking = promises.rank_here(seen)
+        drafting: DraftPass = (trial.width, WidthReason.EXPLORE)
+        if last:
+            paused = self.selector.kind is PlanKind.SKIP_DRAFT
+            drafting = None if paused else self._next_pass(batch)
+        option = promises.at(ranking, trial.budget, drafting[0] if drafting else 0)
+        same = batch.owner.size == trial.num_requests and ranking.most >= trial.budget
+        if option is None or not same:
+            self._explorer.stop()
+            return None
+        self._explorer.advance()
+        return self._trim(facts, batch, seen, Reason.EXPLORE, option, ranking, drafting)
+
+    def _start_trial(
+        self, batch: RequestBatch, promises: Promises, seen: Evaluation, plan: VerifyPlan
+    ) -> VerifyPlan:
+        """The step at hand; if a trial is worth it, with a pass of that width at its end."""
+        explorer, num_requests = self._explorer, batch.owner.size
+        # Requests that are about to end have no use for what a trial finds.
+        if not explorer.due() or int(batch.remaining.max()) < _LEAST_REMAINING:
+            return plan
+        own = {PlanKind.NATIVE: seen.native, PlanKind.SKIP_DRAFT: seen.skip}
+        option = own.get(self.selector.kind, seen.trim.option)
+        if option is None:
+            return plan
+        doubts = promises.doubts(seen.promised)
+        trial = explorer.start(seen.promised, doubts, option.goodput, num_requests)
+        if trial is None:
+            return plan
+        ms = plan.predicted_ms + self._prices.draft_ms(num_requests, trial.width)
+        if plan.draft_next:
+            ms -= self._prices.draft_ms(num_requests, plan.columns)
+        return replace(
+            plan,
+            reason=Reason.EXPLORE,
+            draft_next=True,
+            draft_width=trial.width if trial.width < batch.num_positions else None,
+            width_reason=WidthReason.EXPLORE,
+            predicted_ms=ms if plan.predicted_ms else 0.0,
+        )
 
     # ---- the plans themselves
 
