@@ -68,7 +68,11 @@ class Explorer:
         return self._wait <= 0 and self.saved > 0.0
 
     def start(
-        self, promised: Sequence[Promise], doubts: Sequence[float], goodput: float, num_requests: int
+        self,
+        promised: Sequence[Promise],
+        doubts: Sequence[float],
+        goodput: float,
+        num_requests: int,
     ) -> Trial | None:
         """Begin the trial that may be worth most, if any is and can be paid for.
 

@@ -6,6 +6,9 @@ and one residual d per size:
 
     T = T_table * exp(g_mode + d_shape,size),   |g| <= BOUND_MODE, |d| <= BOUND_CELL
 
+where d of sizes that were not measured in this run is interpolated between those that were
+(served.py).
+
 Each measured step moves both by a small share of its clipped innovation
 clip(log(measured / T), +-CLIP), so one stalled step moves a price by well under one
 per cent. The shared factor matters more than it looks: were only visited cells
@@ -209,7 +212,7 @@ class CostModel:
         state.served.note(j)
         if self._mode_factor[mode].learn(ratio):
             for other, correction in self._corrections.items():
-                if other is not _DRAFT and other[0] is mode and other != key:
+                if other is not None and other[0] is mode and other != key:
                     correction.served.machine_changed(None)
             state.served.machine_changed(j)
             return True
@@ -232,7 +235,7 @@ class CostModel:
         return any(
             state.served.any
             for key, state in self._corrections.items()
-            if key is not _DRAFT and key[0] is mode
+            if key is not None and key[0] is mode
         )
 
     def _observe_draft(self, timing: StepTiming, draft_ms: float) -> bool:

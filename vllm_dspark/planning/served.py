@@ -1,8 +1,8 @@
 """Which sizes of a grid were measured lately, so that their prices are known and others are guesses.
 
 A size that is served again after a long time, or for the first time, is priced by its neighbours
-(`spread`), and the first steps there may take something else. That says nothing about the machine as
-a whole: the median of `NEEDED` such steps goes to this size alone, at once.
+(`spread`), and the first steps there may take something else. That says nothing about the machine
+as a whole: the median of `NEEDED` such steps goes to this size alone, at once.
 """
 
 from statistics import median
@@ -65,7 +65,7 @@ class ServedSizes:
         return median(ratios)
 
     def machine_changed(self, j: int | None) -> None:
-        """Only the size being served (None: none of these) is known for the machine as it is now."""
+        """All sizes but the one being served (None: it is in another grid) are guesses again."""
         self._seen[:] = self._clock - _LATELY - 1
         if j is not None:
             self._seen[j] = self._clock
