@@ -78,7 +78,7 @@ class _Correction:
     times: Float64Array | None = None  # [sizes]
 
     def place(self, size: int, padded: bool) -> int:
-        """Index of the cell that a step is a sample of: the next one, without padding the nearest."""
+        """Index of the cell that a step is a sample of: the next; without padding the nearest."""
         sizes = self.grid.sizes
         j = min(bisect_left(sizes, size), len(sizes) - 1)
         if not padded and j and size * size < sizes[j - 1] * sizes[j]:

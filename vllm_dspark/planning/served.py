@@ -1,4 +1,4 @@
-"""Which sizes of a grid were measured lately, so that their prices are known and others are guesses.
+"""Which sizes of a grid were measured lately: their prices are known, those of others are guesses.
 
 A size that is served again after a long time, or for the first time, is priced by its neighbours
 (`spread`), and the first steps there may take something else. That says nothing about the machine
