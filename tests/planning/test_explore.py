@@ -60,7 +60,7 @@ class Machine:
         return self.truth.step_ms(EAGER, RAGGED, 0, tokens)[1], draft
 
     def goodput(self, steps, warm_up):
-        """Tokens per ms from step `warm_up` on; tokens as expected, to spare the test their noise."""
+        """Tokens per ms from step `warm_up` on, tokens as expected (less noise)."""
         drafts, tokens, total = np.zeros(self.n, dtype=np.int32), 0.0, 0.0
         for step in range(1, steps + 1):
             here = facts(step, mode=EAGER, native_mode=EAGER)

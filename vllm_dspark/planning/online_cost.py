@@ -140,6 +140,15 @@ class CostModel:
             for key, grid in grids.items()
         }
 
+        self._served = {
+            mode: [
+                state.served
+                for key, state in self._corrections.items()
+                if key is not None and key[0] is mode
+            ]
+            for mode in StepMode
+        }
+
     def axis(
         self, mode: StepMode, shape: StepShape, kv_tokens: int
     ) -> tuple[tuple[int, ...], IntArray, Float64Array] | None:
@@ -211,10 +220,8 @@ class CostModel:
             return True
         state.served.note(j)
         if self._mode_factor[mode].learn(ratio):
-            for other, correction in self._corrections.items():
-                if other is not None and other[0] is mode and other != key:
-                    correction.served.machine_changed(None)
-            state.served.machine_changed(j)
+            for served in self._served[mode]:
+                served.machine_changed(j if served is state.served else None)
             return True
         self._move(state, j, _bounded(ratio, _CLIP))
         return False
@@ -232,11 +239,7 @@ class CostModel:
 
     def _known(self, mode: StepMode) -> bool:
         """Whether any price of a mode is known from steps of this run."""
-        return any(
-            state.served.any
-            for key, state in self._corrections.items()
-            if key is not None and key[0] is mode
-        )
+        return any(served.any for served in self._served[mode])
 
     def _observe_draft(self, timing: StepTiming, draft_ms: float) -> bool:
         """The same for the draft pass of the step."""

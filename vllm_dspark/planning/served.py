@@ -30,11 +30,7 @@ class ServedSizes:
         self._count = np.zeros(sizes.size, dtype=np.int64)
         self._pending: dict[int, list[float]] = {}
         self._clock = 0
-
-    @property
-    def any(self) -> bool:
-        """Whether any size has a price that is known."""
-        return bool(self._known.any())
+        self.any = False  # whether any size has a price that is known
 
     def fresh(self, j: int) -> bool:
         """Whether size index j was measured lately."""
@@ -46,7 +42,7 @@ class ServedSizes:
         self._seen[j] = self._clock
         self._count[j] += 1
         if self._count[j] >= _SETTLED:
-            self._known[j] = True
+            self._known[j] = self.any = True
 
     def judge(self, j: int, ratio: float) -> float | None:
         """Note a step at a size that is not fresh; by what the size's price is off, once known.
@@ -59,7 +55,7 @@ class ServedSizes:
         if len(ratios) < NEEDED:
             return None
         del self._pending[j]
-        self._known[j] = True
+        self._known[j] = self.any = True
         self._seen[j] = self._clock
         self._count[j] = max(int(self._count[j]), _SETTLED)
         return median(ratios)
