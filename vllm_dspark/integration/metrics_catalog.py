@@ -181,7 +181,8 @@ def _step_families(width: int) -> tuple[Family, ...]:
             "draft_pass_reasons",
             "Draft passes by why they had their width: full (the step is native, or nothing "
             "narrower is on offer), best, held (another width pays more, not yet for long enough), "
-            "probe (full width, to see what the columns beyond are worth), forced.",
+            "probe (full width, to see what the columns beyond are worth), explore (a width whose "
+            "steps were not measured lately), forced.",
             "reason",
             WIDTH_REASONS,
         ),

@@ -6,6 +6,9 @@ and one residual d per size:
 
     T = T_table * exp(g_mode + d_shape,size),   |g| <= BOUND_MODE, |d| <= BOUND_CELL
 
+where d of sizes that were not measured in this run is interpolated between those that were
+(served.py).
+
 Each measured step moves both by a small share of its clipped innovation
 clip(log(measured / T), +-CLIP), so one stalled step moves a price by well under one
 per cent. The shared factor matters more than it looks: were only visited cells
@@ -34,6 +37,7 @@ from vllm_dspark.planning.cost import (
 )
 from vllm_dspark.planning.draft_cost import DraftShares
 from vllm_dspark.planning.mixed_cost import MixedCosts
+from vllm_dspark.planning.served import ServedSizes
 from vllm_dspark.planning.shift import ShiftWatch
 
 Float64Array = npt.NDArray[np.float64]
@@ -70,8 +74,18 @@ class _Correction:
     samples: IntArray  # [sizes]
     cells: Float64Array  # [kv, sizes], corrected
     quantum: int  # kv loads are rounded to multiples of this, so prices can be kept
+    served: ServedSizes
+    spread: Float64Array  # [sizes], residuals that `cells` were computed with
     kv_tokens: int = -1  # load that `times` is for
     times: Float64Array | None = None  # [sizes]
+
+    def place(self, size: int, padded: bool) -> int:
+        """Index of the cell that a step is a sample of: the next; without padding the nearest."""
+        sizes = self.grid.sizes
+        j = min(bisect_left(sizes, size), len(sizes) - 1)
+        if not padded and j and size * size < sizes[j - 1] * sizes[j]:
+            j -= 1
+        return j
 
     def at(self, kv_tokens: int) -> Float64Array:
         """Times of all sizes at a kv load, kept while the load is about the same."""
@@ -124,8 +138,19 @@ class CostModel:
                 np.zeros(len(grid.sizes), dtype=np.int64),
                 np.maximum.accumulate(grid.median_ms, axis=1),
                 max(1, grid.kv_tokens[-1] // _KV_STEPS),
+                ServedSizes(grid.size_array),
+                np.zeros(len(grid.sizes)),
             )
             for key, grid in grids.items()
+        }
+
+        self._served = {
+            mode: [
+                state.served
+                for key, state in self._corrections.items()
+                if key is not None and key[0] is mode
+            ]
+            for mode in StepMode
         }
 
     def axis(
@@ -221,10 +246,36 @@ class CostModel:
         if key is None or predicted is None:
             return False
         ratio = _log_ratio(timing.forward_ms, predicted[1])
-        if self._mode_factor[mode].learn(ratio):
+        state = self._corrections[key]
+        j = state.place(timing.num_tokens, mode.padded)
+        if self._known(mode) and not state.served.fresh(j):
+            off = state.served.judge(j, ratio)
+            if off is None:
+                return False
+            state.residual[j] = _bounded(float(state.spread[j]) + off, BOUND_CELL)
             return True
-        self._move(key, timing.num_tokens, _bounded(ratio, _CLIP))
+        state.served.note(j)
+        if self._mode_factor[mode].learn(ratio):
+            for served in self._served[mode]:
+                served.machine_changed(j if served is state.served else None)
+            return True
+        self._move(state, j, _bounded(ratio, _CLIP))
         return False
+
+    def doubt(self, mode: StepMode, num_tokens: int) -> float:
+        """Log factor by which a ragged step's price may be off, as no like one was measured lately.
+
+        0 where prices do not follow measured steps, and before the first ones.
+        """
+        key = self.table.resolve(mode, StepShape.RAGGED)
+        if key is None or not self.online or not self._known(mode):
+            return 0.0
+        state = self._corrections[key]
+        return state.served.doubt(state.place(num_tokens, mode.padded))
+
+    def _known(self, mode: StepMode) -> bool:
+        """Whether any price of a mode is known from steps of this run."""
+        return any(served.any for served in self._served[mode])
 
     def _observe_draft(self, timing: StepTiming, draft_ms: float) -> bool:
         """The same for the draft pass of the step."""
@@ -233,7 +284,8 @@ class CostModel:
         if self._draft_factor.learn(ratio):
             return True
         if columns is None:
-            self._move(_DRAFT, timing.num_requests, _bounded(ratio, _CLIP))
+            state = self._corrections[_DRAFT]
+            self._move(state, state.place(timing.num_requests, True), _bounded(ratio, _CLIP))
         else:
             self._shares.correct(columns, _bounded(ratio, _CLIP))
         return False
@@ -242,7 +294,7 @@ class CostModel:
         """Cells whose correction exceeds `limit` (0.25 = 25 % either way), worst first."""
         found = []
         for key, state in self._corrections.items():
-            ratios = np.exp(state.residual + self._factor(key))
+            ratios = np.exp(state.residual + self._factor(key))  # of cells that were measured
             off = (np.abs(np.log(ratios)) > math.log1p(limit)) & (
                 state.samples >= _MIN_DRIFT_SAMPLES
             )
@@ -275,10 +327,8 @@ class CostModel:
     def _factor(self, key: GridKey | None) -> float:
         return (self._draft_factor if key is None else self._mode_factor[key[0]]).log
 
-    def _move(self, key: GridKey | None, size: int, innovation: float) -> None:
-        """Shift the residual of the cell that priced `size`."""
-        state = self._corrections[key]
-        j = min(int(state.grid.size_array.searchsorted(size)), len(state.grid.sizes) - 1)
+    def _move(self, state: _Correction, j: int, innovation: float) -> None:
+        """Shift the residual of a cell by a small part of a clipped log ratio."""
         state.samples[j] += 1
         moved = state.residual[j] + _RATE_CELL * innovation
         state.residual[j] = _bounded(float(moved), BOUND_CELL)
@@ -287,7 +337,8 @@ class CostModel:
         """Recompute all prices; more tokens never cost less."""
         self._until_refresh = _REFRESH
         for key, state in self._corrections.items():
-            scaled = state.grid.median_ms * np.exp(state.residual + self._factor(key))
+            state.spread = state.served.spread(state.residual)
+            scaled = state.grid.median_ms * np.exp(state.spread + self._factor(key))
             np.maximum.accumulate(scaled, axis=1, out=state.cells)
             state.times = None
         self._draft_ms.clear()

@@ -35,14 +35,16 @@ import numpy.typing as npt
 from vllm_dspark.errors import PlanError
 from vllm_dspark.planning.allocation import Ranking
 from vllm_dspark.planning.budget import Option
+from vllm_dspark.planning.compose import DraftPass, compose, compose_forced
 from vllm_dspark.planning.cost import StepMode
 from vllm_dspark.planning.draft_cost import ladder
 from vllm_dspark.planning.drain import DrainWatch
+from vllm_dspark.planning.explore import Explorer
 from vllm_dspark.planning.facts import PlannerOptions, StepFacts
-from vllm_dspark.planning.forced import forced_width, forced_windows
+from vllm_dspark.planning.forced import forced_width
 from vllm_dspark.planning.hysteresis import KindSelector
 from vllm_dspark.planning.online_cost import CostModel
-from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan, request_digest
+from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan
 from vllm_dspark.planning.promises import Evaluation, Promises, any_of
 from vllm_dspark.planning.repeat import Repetition
 from vllm_dspark.planning.table import RequestBatch
@@ -51,8 +53,7 @@ from vllm_dspark.planning.width import WidthReason, WidthSelector
 IntArray = npt.NDArray[np.integer]
 OwnerArray = npt.NDArray[np.int64]
 
-# Columns of the draft pass that ends a step, and why; None: no pass.
-DraftPass = tuple[int, WidthReason] | None
+_LEAST_REMAINING = 32  # tokens of the longest request
 
 _TRIAL_PERIOD = 4  # steps with prefill rows from one trial of another size to the next
 
@@ -75,6 +76,7 @@ class Planner:
         self._unjudged = 0  # consecutive steps with prefill rows
         self._since_trial = 0  # mixed steps since another size was tried, while one is to be
         self._repetition = Repetition()
+        self._explorer = Explorer()
 
     @property
     def _prices(self) -> CostModel:
@@ -103,7 +105,7 @@ class Planner:
         draining = self._drain.update(batch.owner.size, facts.num_arrived, facts.num_waiting)
         forced = self.options.test_windows is not None
         if forced and batch.owner.size and not any_of(batch.excluded):
-            return self._finish(self._forced(facts, batch))
+            return self._finish(compose_forced(self.options, facts, batch, self._full_pass(batch)))
         reason = self._standing_aside(facts, batch)
         if reason is Reason.MIXED and self._judges_mixed(batch):
             return self._finish(self._mixed(facts, batch))
@@ -122,6 +124,11 @@ class Planner:
             trim.goodput if trim else 0.0,
             seen.skip.goodput if seen.skip else 0.0,
         )
+        may_try = self._prices.online and bool(seen.promised) and not draining
+        may_try &= facts.mode is not StepMode.MIXED
+        tried = self._trial_step(facts, batch, promises, seen) if may_try else None
+        if tried is not None:
+            return self._finish(tried)
         if kind is PlanKind.SKIP_DRAFT:
             plan = self._pause(facts, batch, promises, seen)
         elif (tried := self._trial_size(facts, batch, promises, seen)) is not None:
@@ -130,12 +137,14 @@ class Planner:
             plan = self._single(facts, batch, seen, Reason.NO_DRAFTS, self._next_pass(batch))
         elif kind is PlanKind.TRIM:
             plan = self._trim_or_native(facts, batch, promises, seen, reason, draining)
-            plan = self._finish(plan)
-            self._repetition.allow(plan, batch, seen.incomplete)
-            return plan
         else:
             plan = self._native(facts, batch, reason, seen.native)
-        return self._finish(plan)
+        if may_try:
+            plan = self._start_trial(batch, promises, seen, plan)
+        plan = self._finish(plan)
+        if kind is PlanKind.TRIM and plan.reason not in (Reason.NO_DRAFTS, Reason.EXPLORE):
+            self._repetition.allow(plan, batch, seen.incomplete)
+        return plan
 
     def shortcut(
         self, facts: StepFacts, owner: OwnerArray, num_drafts: IntArray
@@ -237,6 +246,7 @@ class Planner:
             selector.reset()
             return seen.trim.option
         promised = [*promises.narrower(seen.survival, selector.widths[:-1]), seen.trim]
+        seen.promised = promised
         seen.trim = promised[selector.select([promise.goodput for promise in promised])]
         return seen.trim.option
 
@@ -297,6 +307,56 @@ class Planner:
             return self._single(facts, batch, seen, Reason.PROBE_DRAFT, self._full_pass(batch))
         return self._single(facts, batch, seen, Reason.SKIP_GAIN, None)
 
+    # ---- trying another width (explore.py)
+
+    def _trial_step(
+        self, facts: StepFacts, batch: RequestBatch, promises: Promises, seen: Evaluation
+    ) -> VerifyPlan | None:
+        """A step that verifies the drafts of a trial, if one is on."""
+        trial, last = self._explorer.trial, self._explorer.left == 1
+        if trial is None:
+            return None
+        ranking = promises.rank_here(seen)
+        drafting: DraftPass = (trial.width, WidthReason.EXPLORE)
+        if last:
+            paused = self.selector.kind is PlanKind.SKIP_DRAFT
+            drafting = None if paused else self._next_pass(batch)
+        option = promises.at(ranking, trial.budget, drafting[0] if drafting else 0)
+        same = batch.owner.size == trial.num_requests and ranking.most >= trial.budget
+        if option is None or not same:
+            self._explorer.stop()
+            return None
+        self._explorer.advance()
+        return self._trim(facts, batch, seen, Reason.EXPLORE, option, ranking, drafting)
+
+    def _start_trial(
+        self, batch: RequestBatch, promises: Promises, seen: Evaluation, plan: VerifyPlan
+    ) -> VerifyPlan:
+        """The step at hand; if a trial is worth it, with a pass of that width at its end."""
+        explorer, num_requests = self._explorer, batch.owner.size
+        # Requests that are about to end have no use for what a trial finds.
+        if not explorer.due() or int(batch.remaining.max()) < _LEAST_REMAINING:
+            return plan
+        own = {PlanKind.NATIVE: seen.native, PlanKind.SKIP_DRAFT: seen.skip}
+        option = own.get(self.selector.kind, seen.trim.option)
+        if option is None:
+            return plan
+        doubts = promises.doubts(seen.promised)
+        trial = explorer.start(seen.promised, doubts, option.goodput, num_requests)
+        if trial is None:
+            return plan
+        ms = plan.predicted_ms + self._prices.draft_ms(num_requests, trial.width)
+        if plan.draft_next:
+            ms -= self._prices.draft_ms(num_requests, plan.columns)
+        return replace(
+            plan,
+            reason=Reason.EXPLORE,
+            draft_next=True,
+            draft_width=trial.width if trial.width < batch.num_positions else None,
+            width_reason=WidthReason.EXPLORE,
+            predicted_ms=ms if plan.predicted_ms else 0.0,
+        )
+
     def _trial_size(
         self, facts: StepFacts, batch: RequestBatch, promises: Promises, seen: Evaluation
     ) -> VerifyPlan | None:
@@ -317,12 +377,11 @@ class Planner:
         if self._since_trial < _TRIAL_PERIOD:
             return None
         self._since_trial = 0
-        option = promises.at(ranking, half)
+        drafting = self._next_pass(batch)
+        option = promises.at(ranking, half, drafting[0] if drafting else 0)
         if option is None:
             return None
-        return self._trim(
-            facts, batch, seen, Reason.EXPLORE, option, ranking, self._next_pass(batch)
-        )
+        return self._trim(facts, batch, seen, Reason.EXPLORE, option, ranking, drafting)
 
     # ---- the plans themselves
 
@@ -336,9 +395,8 @@ class Planner:
             drafting = self._next_pass(batch) if keeps else self._full_pass(batch)
         budget = int(np.add.reduce(batch.num_drafts))
         kind = PlanKind.OFF if reason is Reason.DISABLED else PlanKind.NATIVE
-        return self._plan(
-            facts, batch, kind, reason, budget, batch.num_drafts, drafting, (own, own)
-        )
+        kept = None if self.options.device_windows else batch.num_drafts
+        return compose(facts, batch, kind, reason, budget, kept, drafting, (own, own))
 
     def _trim(
         self,
@@ -353,15 +411,9 @@ class Planner:
         admitted = None
         if not self.options.device_windows:
             admitted = ranking.admit(option.budget)
-        return self._plan(
-            facts,
-            batch,
-            PlanKind.TRIM,
-            reason,
-            option.budget,
-            admitted,
-            drafting,
-            (option, seen.native),
+        prices = (option, seen.native)
+        return compose(
+            facts, batch, PlanKind.TRIM, reason, option.budget, admitted, drafting, prices
         )
 
     def _single(
@@ -372,58 +424,13 @@ class Planner:
         reason: Reason,
         drafting: DraftPass,
     ) -> VerifyPlan:
-        nothing, kind, own = np.zeros_like(batch.num_drafts), PlanKind.SKIP_DRAFT, seen.skip
+        kind, own = PlanKind.SKIP_DRAFT, seen.skip
+        nothing = None if self.options.device_windows else np.zeros_like(batch.num_drafts)
         if own is not None and drafting is not None:
             draft_ms = self._prices.draft_ms(batch.owner.size, drafting[0], facts.mode)
             own = replace(own, ms=own.ms + draft_ms)
         prices = (own, seen.native)
-        return self._plan(facts, batch, kind, reason, 0, nothing, drafting, prices)
-
-    def _forced(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
-        """Windows prescribed by a test; these reach the device too."""
-        spec, seed = self.options.test_windows, self.options.test_windows_seed
-        windows = forced_windows(spec, seed, facts.step_id, batch.num_drafts, batch.num_positions)
-        budget = int(windows.sum()) - windows.size
-        full = budget == int(batch.num_drafts.sum())
-        kind = PlanKind.NATIVE if full else PlanKind.TRIM
-        drafting = self._full_pass(batch)
-        plan = self._plan(facts, batch, kind, Reason.FORCED, budget, None, drafting, (None, None))
-        return replace(plan, windows=tuple(windows.tolist()))
-
-    def _plan(
-        self,
-        facts: StepFacts,
-        batch: RequestBatch,
-        kind: PlanKind,
-        reason: Reason,
-        budget: int,
-        admitted: IntArray | None,
-        drafting: DraftPass,
-        prices: tuple[Option | None, Option | None],  # of this plan, of the native step
-    ) -> VerifyPlan:
-        own, native = prices
-        columns, width_reason = drafting or (batch.num_positions, WidthReason.FULL)
-        windows: tuple[int, ...] = ()
-        if admitted is not None and not self.options.device_windows:
-            windows = tuple((admitted + 1).tolist())
-        return VerifyPlan(
-            step_id=facts.step_id,
-            digest=request_digest(batch.owner) if batch.digest is None else batch.digest,
-            num_requests=batch.owner.size,
-            num_positions=batch.num_positions,
-            kind=kind,
-            reason=reason,
-            budget=budget,
-            padded_tokens=own.padded_tokens if own else 0,
-            draft_next=drafting is not None,
-            windows=windows,
-            predicted_ms=own.ms if own else 0.0,
-            predicted_tokens=own.tokens if own else 0.0,
-            native_ms=native.ms if native else 0.0,
-            native_tokens=native.tokens if native else 0.0,
-            draft_width=columns if columns < batch.num_positions else None,
-            width_reason=width_reason,
-        )
+        return compose(facts, batch, kind, reason, 0, nothing, drafting, prices)
 
     def _finish(self, plan: VerifyPlan) -> VerifyPlan:
         """Advance what depends on the plan that was made."""

@@ -7,7 +7,7 @@ columns, is a matter of what drafts would give, not of what happens to be there.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,7 @@ class Evaluation:
     survival: FloatArray  # [K, n]
     full: Ranking  # of all K drafts of each request
     incomplete: bool  # some drafts are missing, so the promises are about later steps
+    promised: list[Promise] = field(default_factory=list)  # of all widths, if that is a choice
 
 
 class Promises:
@@ -138,6 +139,38 @@ class Promises:
             fixed_ms += self._draft_ms(columns)
         return best_ragged(self._prices, self._facts.mode, self._rows, ranking, fixed_ms)
 
+    def doubts(self, promised: Sequence[Promise]) -> list[float]:
+        """By what each promise's price of the verification may be off, as a share of the step.
+
+        A logarithm; 0: measured lately, or cannot be priced.
+        """
+        found = []
+        for promise in promised:
+            option, doubt = promise.option, 0.0
+            if option is not None:
+                doubt = self._prices.doubt(self._facts.mode, option.padded_tokens)
+            if option is not None and doubt > 0.0:
+                draft = self._prices.draft_ms(self._batch.owner.size, promise.width)
+                doubt *= max(1.0 - draft / option.ms, 0.0)
+            found.append(doubt)
+        return found
+
+    def at(self, ranking: Ranking, budget: int, columns: int) -> Option | None:
+        """A step of so many drafts of those at hand; columns: of the pass behind it, 0: none."""
+        rows, facts = self._rows, self._facts
+        budget = min(max(budget, ranking.least), ranking.most)
+        priced = self._prices.step_ms(
+            facts.mode, StepShape.RAGGED, facts.kv_tokens, rows.base + budget
+        )
+        if priced is None:
+            return None
+        padded, ms = priced
+        ms += self._overhead + self._allocation
+        if columns:
+            ms += self._draft_ms(columns)
+        gain = float(ranking.gains(np.array([budget]))[0])
+        return Option(budget, padded, ms, rows.num_sampling + gain)
+
     def probe(self, ranking: Ranking) -> Option | None:
         """As many drafts as fill the first padded size with room for K of them."""
         rows, facts = self._rows, self._facts
@@ -151,18 +184,6 @@ class Promises:
         return Option(
             budget, padded, ms + self._overhead + self._allocation, rows.num_sampling + gain
         )
-
-    def at(self, ranking: Ranking, budget: int) -> Option | None:
-        """A step of this budget, with a full draft pass behind it."""
-        rows, facts = self._rows, self._facts
-        wanted = rows.base + budget
-        priced = self._prices.step_ms(facts.mode, StepShape.RAGGED, facts.kv_tokens, wanted)
-        if priced is None:
-            return None
-        padded, ms = priced
-        fixed_ms = self._overhead + self._allocation + self._draft_ms(None)
-        gain = float(ranking.gains(np.array([budget]))[0])
-        return Option(budget, padded, ms + fixed_ms, rows.num_sampling + gain)
 
     def delays(self, seen: Evaluation, full: Ranking, trim: Option, ranking: Ranking) -> bool:
         """Whether a trimmed step loses more in the tail of the batch than it saves now.

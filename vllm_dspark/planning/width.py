@@ -36,6 +36,7 @@ class WidthReason(Enum):
     BEST = "best"  # the highest goodput, as far as the margin tells
     HELD = "held"  # another width promises more, not yet for long enough
     PROBE = "probe"  # full width, to see what the positions beyond are worth
+    EXPLORE = "explore"  # a width whose steps were not measured lately is tried (explore.py)
     FORCED = "forced"  # `test_draft_width`
 
 

@@ -1,5 +1,7 @@
 """Prices: planning.online_cost.CostModel without the online correction, and the world's truth.
 
+Without it no width is tried either (planning/explore.py).
+
 `g` is the index of a grid (state.py).
 """
 
