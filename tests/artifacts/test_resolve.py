@@ -156,6 +156,14 @@ class TestResolve:
         assert found.mixed is mixed
         assert len(found.notes) == int(not mixed)
 
+    @pytest.mark.parametrize("online", [True, False])
+    def test_auto_evidence_needs_times_of_served_steps(self, store, online):
+        """Catches "auto" taken for a file, and trimming that waits for prices that never come."""
+        found = self.decide(store, {"confidence_mixed_evidence": "auto", "online_cost": online})
+        assert found.scheduling and found.mixed is online
+        assert len(found.notes) == int(not online)
+        assert all("online_cost" in note for note in found.notes)
+
     def test_options_reach_the_planner(self, store):
         given = {
             "confidence_min_predicted_gain": 0.1,

@@ -76,3 +76,11 @@ def test_calibration_of_biased_confidences(tmp_path: Path) -> None:
             assert item.ece_after < 0.05
             assert item.brier_after < item.brier_of_base_rate
         assert np.allclose(getattr(record, f"{name}_offset"), -1.0, atol=0.3)
+
+
+def test_a_run_without_a_cell_has_no_figures(tmp_path):
+    """Catches a trace instead of "n cells are left" where time was over before the first cell."""
+    from vllm_dspark.bench import plots
+
+    assert plots.draw({"rows": []}, tmp_path, "bench") == []
+    assert not list(tmp_path.iterdir())
