@@ -115,11 +115,19 @@ def test_gemma4_geometry():
             },
             8192,
         ),
-        ({"rope_scaling": {"rope_type": "longrope"}}, 4096),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 4096),
     ],
 )
 def test_longest_context_of_the_rotary_table(rope, limit):
     assert spec_of(max_position_embeddings=4096, **rope).max_context == limit
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_rotary_tables_that_drafters_cannot_have_are_refused(key, kind):
+    """vLLM ended in an AttributeError while it loaded such a drafter."""
+    with pytest.raises(DrafterError, match=f"{kind}.*use one of"):
+        spec_of(max_position_embeddings=4096, rope_scaling={key: kind, "factor": 4.0})
 
 
 def test_tied_heads():

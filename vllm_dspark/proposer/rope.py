@@ -9,12 +9,16 @@ from vllm_dspark.proposer.keys import Keys
 
 # Frequencies independent of the table's length; all but "default" rescale by fixed factors.
 EXTENDABLE = ("default", "linear", "llama3", "proportional", "mrope")
+SUPPORTED = (*EXTENDABLE, "dynamic", "yarn")
+# vLLM keeps two tables for it, and its drafter classes read the one of the others.
+UNSUPPORTED = ("longrope", "su")
 
 
 def rope_limit(layers: Keys) -> int | None:
     """Longest context in tokens; None where the table can be made as long as asked for.
 
-    layers: the config (section) that describes the decoder layers.
+    layers: the config (section) that describes the decoder layers. Raises DrafterError for kinds of
+    rotary embedding that drafters cannot have.
     """
     # transformers 5 calls it rope_parameters, older exports rope_scaling
     key = "rope_parameters" if layers.config.get("rope_parameters") else "rope_scaling"
@@ -22,6 +26,12 @@ def rope_limit(layers: Keys) -> int | None:
     if isinstance(rope.config.get("full_attention"), dict):  # Gemma4: one entry per kind of layer
         rope = rope.section("full_attention")
     kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind in UNSUPPORTED:
+        raise rope.bad(
+            "rope_type",
+            kind,
+            f"needs a table that vLLM's drafters do not have; use one of {', '.join(SUPPORTED)}",
+        )
     if kind in EXTENDABLE:
         return None
     limit = layers.integer("max_position_embeddings", 1)
