@@ -238,7 +238,6 @@ SECTIONS: tuple[Section, ...] = (
                     f"{EQUAL}*allowed_tokens]",
                     f"{EQUAL}*bad_words]",
                     f"{EQUAL}*logprobs]",
-                    f"{FORMATS}test_requests.py::*listed*",
                 ),
             ),
             Row(
