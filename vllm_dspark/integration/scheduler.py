@@ -41,7 +41,6 @@ from vllm_dspark.integration.startup import (
     settle_windows,
     step_modes,
 )
-from vllm_dspark.planning.plan import PlanKind
 from vllm_dspark.planning.table import RequestTable
 
 logger = logging.getLogger("vllm.vllm_dspark")
@@ -139,15 +138,10 @@ class DSparkSchedulerMixin:
 
     def _cut_drafts(self, drafting: Drafting, order: StepOrder) -> None:
         """Leave each request the drafts that its window admits, or none where none were made."""
-        kind = order.plan.kind if order.plan is not None else PlanKind.NATIVE
-        if kind is PlanKind.TRIM and not self.conductor.device_windows:
-            kept = self.conductor.kept(order)
-        elif kind is PlanKind.SKIP_DRAFT:
-            kept = np.zeros_like(order.num_drafts)
-        elif np.count_nonzero(order.draft_stamps) == order.draft_stamps.size:
+        kept = self.conductor.kept(order)
+        all_drafted = np.count_nonzero(order.draft_stamps) == order.draft_stamps.size
+        if kept is order.num_drafts and all_drafted:
             return  # all drafts there are
-        else:
-            kept = order.num_drafts
         order.cuts = cuts_to(drafting.requests, kept.tolist(), self.num_spec_tokens)
         cut_drafts(order.cuts)
 

@@ -178,12 +178,7 @@ class Promises:
         priced = self._prices.step_ms(facts.mode, StepShape.RAGGED, facts.kv_tokens, wanted)
         if priced is None:
             return None
-        padded, ms = priced
-        budget = min(padded, rows.base + ranking.most) - rows.base
-        gain = float(ranking.gains(np.array([budget]))[0])
-        return Option(
-            budget, padded, ms + self._overhead + self._allocation, rows.num_sampling + gain
-        )
+        return self.at(ranking, priced[0] - rows.base, 0)
 
     def delays(self, seen: Evaluation, full: Ranking, trim: Option, ranking: Ranking) -> bool:
         """Whether a trimmed step loses more in the tail of the batch than it saves now.
