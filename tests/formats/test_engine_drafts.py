@@ -77,6 +77,18 @@ CASES = {
         },
         without=("lm_head",),
     ),
+    # No sequence is longer than the table, so "dynamic" is the plain table (transformers).
+    "deepspec, block of 16, tied to the target's embedding, dynamic positions": Case(
+        {
+            **DEEPSPEC,
+            "block_size": 16,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 128,
+            "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+        },
+        without=("embed_tokens", "lm_head"),
+        width=16,
+    ),
     "speculators, reduced vocabulary, causal window": Case(SPECULATORS, width=4),
     "speculators, window both ways, anchor first": Case(
         {**SPECULATORS, "sliding_window_non_causal": True, "sample_from_anchor": True}
@@ -143,7 +155,7 @@ def reference_of(case: Case, spec: Any, tensors: dict, model: ReferenceTarget) -
         "lm_head.weight": model.model.get_output_embeddings().weight.detach(),
     }
     if spec.tied:
-        shared["lm_head.weight"] = tensors["embed_tokens.weight"]
+        shared["lm_head.weight"] = {**shared, **tensors}["embed_tokens.weight"]
     filled = {**shared, **tensors}
     for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
         if name in filled:

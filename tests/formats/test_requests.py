@@ -79,6 +79,7 @@ def _rename(folder: Path, names: dict[int, str]) -> None:
     path.write_text(json.dumps(tokenizer))
 
 
+LISTED = [93, 0, 41, 17, 3]
 ENGINE: dict[str, Any] = {
     "reasoning_parser": "deepseek_r1",
     "max_num_batched_tokens": 48,
@@ -135,7 +136,16 @@ def prefixes(llm: Any, _: Thinker) -> list[Answer]:
     return generate(llm, prompts, params(16)) + generate(llm, prompts[::-1], params(16))
 
 
+def listed(llm: Any, _: Thinker) -> list[Answer]:
+    """Log-probabilities of listed tokens, beside top ones and none, for every emitted token."""
+    wanted = [LISTED, None, LISTED[:1], None, LISTED]
+    top = [None, 2, None, None, len(LISTED)]
+    chosen = [params(24, logprob_token_ids=w, logprobs=n) for w, n in zip(wanted, top, strict=True)]
+    return generate(llm, [{"prompt_token_ids": p} for p in PROMPTS], chosen)
+
+
 SCENARIOS: dict[str, Callable] = {
+    "listed log-probabilities": listed,
     "thinking that ends inside a block": thinking,
     "thinking budgets": budgets,
     "custom logits processors": processors,
@@ -170,3 +180,26 @@ def test_scenarios_are_what_they_say(engines: tuple[str, Any], thinker: Thinker)
     assert len({a.tokens for a in cut}) > 4
     even = [t for a in processors(llm, thinker)[::2] for t in a.tokens]
     assert not [t for t in even if t % 2 == 0]
+
+
+def test_listed_log_probabilities_of_sampled_answers(
+    engines: tuple[str, Any], thinker: Thinker
+) -> None:
+    """Catches scores of another row where drafts are accepted and rejected at random."""
+    from transformers import AutoModelForCausalLM
+
+    which, llm = engines
+    before = scheduler_of(llm).dspark_totals.accepted[0] if which == "dspark" else -1
+    chosen = params(16, temperature=0.7, seed=5, logprob_token_ids=LISTED)
+    found = generate(llm, [{"prompt_token_ids": p} for p in PROMPTS], chosen)
+    if which == "dspark":
+        assert scheduler_of(llm).dspark_totals.accepted[0] > before
+    model = AutoModelForCausalLM.from_pretrained(thinker.pair.target, dtype=torch.float32).eval()
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *answer.tokens]])).logits[0]
+        scores = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        assert len(answer.logprobs) == len(answer.tokens) == 16
+        for token, row, entry in zip(answer.tokens, scores, answer.logprobs, strict=True):
+            wanted = {t: float(row[t]) for t in {token, *LISTED}}
+            assert entry == pytest.approx(wanted, abs=1e-3)

@@ -265,6 +265,7 @@ def rejection(ops: Any, vocab: int, requests: int) -> Any:
         sampling_states=states,
         apply_sampling_params=lambda logits, *_: logits,
         logprobs_mode="raw_logprobs",
+        logprob_token_ids_state=SimpleNamespace(max_num_token_ids=lambda _: 0),
         return_sampling_mask=False,
     )
     speculative = SimpleNamespace(

@@ -238,6 +238,7 @@ SECTIONS: tuple[Section, ...] = (
                     f"{EQUAL}*allowed_tokens]",
                     f"{EQUAL}*bad_words]",
                     f"{EQUAL}*logprobs]",
+                    f"{FORMATS}test_requests.py::*listed*",
                 ),
             ),
             Row(

@@ -1,7 +1,8 @@
 """vLLM's rejection sampler with our verification of ragged windows.
 
 vLLM's class keeps gathering, chunking, sampling parameters and logprobs; the test that accepts or
-rejects, and the draw after it, are `RejectOps` (kernels/protocols.py).
+rejects, and the draw after it, are `RejectOps` (kernels/protocols.py). `logprob_token_ids`, which
+vLLM's class leaves out (0.32.0, 0.33.0), is honoured here for every row.
 """
 
 import logging
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_dspark.kernels.protocols import RejectBatch, RejectOps, RejectRule, SamplingState
@@ -20,6 +23,8 @@ logger = logging.getLogger("vllm.vllm_dspark")
 _OURS = ("standard", "block", "synthetic")
 # vLLM's mark for "no request wants logprobs" (sample/states.py, NO_LOGPROBS)
 _NO_LOGPROBS = -1
+# SamplingParams' logprobs are plain logits in these modes
+_LOGITS_MODES = ("raw_logits", "processed_logits")
 
 
 def replace_rejection_sampler(
@@ -50,6 +55,8 @@ class DSparkRejectionSampler(RejectionSampler):
             synthetic_rates=self.synthetic_conditional_rates,
         )
         self.device_offsets = False
+        self._listed = 0  # longest logprob_token_ids of the step under way
+        self._row_states: torch.Tensor | None = None  # of the chunk under way: [N] request states
 
     def _verify_in_chunks(
         self,
@@ -64,8 +71,12 @@ class DSparkRejectionSampler(RejectionSampler):
     ) -> Any:
         """vLLM's chunking, which needs boundaries on the host, or ours, which does not."""
         self.enable_adaptive_verification = self.device_offsets
+        lists = self.sampler.logprob_token_ids_state
+        # Of all requests of the step, so that the logprobs of its chunks have one width.
+        self._listed = lists.max_num_token_ids(input_batch.idx_mapping_np)
         if self.device_offsets and logits.shape[0] > max_chunk_logits:
-            wants_more = max_num_logprobs != _NO_LOGPROBS or self.sampler.return_sampling_mask
+            wants_logprobs = max_num_logprobs != _NO_LOGPROBS or self._listed > 0
+            wants_more = wants_logprobs or self.sampler.return_sampling_mask
             if not wants_more:
                 judged = draft_sampled if verify_draft_sampled is None else verify_draft_sampled
                 rows = (logits, draft_sampled, pos, judged)
@@ -137,6 +148,7 @@ class DSparkRejectionSampler(RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self._row_states = expanded_idx_mapping
         processed = self.sampler.apply_sampling_params(
             logits,
             expanded_idx_mapping,
@@ -161,6 +173,43 @@ class DSparkRejectionSampler(RejectionSampler):
             self.rule,
         )
         return processed, outcome.sampled, outcome.num_sampled
+
+    def _get_logprobs_tensors(
+        self,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+        logits: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        cu_num_logits_np: np.ndarray,
+        max_num_logprobs: int,
+    ) -> LogprobsTensors | None:
+        """vLLM's, or with the tokens listed by requests in place of their rows' most probable.
+
+        vLLM calls it for each chunk right after `_verify`, which notes whose rows these are.
+        """
+        own = self._listed > 0
+        stock: LogprobsTensors | None = super()._get_logprobs_tensors(
+            sampled,
+            num_sampled,
+            logits,
+            cu_num_logits,
+            cu_num_logits_np,
+            0 if own else max_num_logprobs,
+        )
+        if not own or stock is None:
+            return stock
+        on_device = stock.cu_num_generated_tokens_tensor
+        offsets = stock.cu_num_generated_tokens if on_device is None else on_device
+        return compute_topk_scores(
+            logits,
+            max(max_num_logprobs, 0),
+            stock.logprob_token_ids[:, 0].contiguous(),  # what was sampled in each row
+            offsets,
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=self._row_states,
+            max_per_req_token_ids=self._listed,
+            logits_mode=self.sampler.logprobs_mode in _LOGITS_MODES,
+        )
 
 
 def request_chunks(offsets: npt.NDArray[np.integer], most: int) -> Iterator[tuple[int, int]]:

@@ -104,6 +104,7 @@ class DSparkProposer(StockSpeculator):
             model: torch.nn.Module = load_dspark_model(target_model, self.vllm_config)
         finally:
             config.architectures = stock
+        model.tie_head()
         self._use_head(model.draft_head)
         return model
 

@@ -106,6 +106,15 @@ class StandaloneDrafter(DFlashQwen3ForCausalLM):
         )
         self.model._build_fused_kv_buffers()
 
+    def tie_head(self) -> None:
+        """Make the target's embedding the head of a tied drafter that has neither of its own.
+
+        Called once vLLM has shared what is absent: for it that is the target's lm_head, which is
+        another matrix unless the target is tied too.
+        """
+        if self.spec.tied and not self.has_own_lm_head and not self.has_own_embed_tokens:
+            self.add_module("lm_head", self.model.embed_tokens)
+
     def _limit_vocabulary(self, tensors: dict[str, torch.Tensor]) -> None:
         """Leave out the rows of ids that the target does not know."""
         for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
