@@ -26,6 +26,7 @@ WIDTH = 7
 SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
 LARGE_SIZES = [1, 8, 32, 64, 128, 256, 512, 1024]
 RANDOM = {"scheduling": False, "test_windows": "random", "test_windows_seed": 3}
+NARROW = {**RANDOM, "test_draft_width": "random"}
 
 
 def main() -> None:
@@ -245,6 +246,10 @@ def equality(options: dict[str, Any], **changes: Any) -> Callable[[Session], dic
                 "refused": runner.dspark_reporter.refused,
                 "off_reason": scheduler_of(llm).conductor.off_reason,
                 "context_graphs": len(runner.speculator._context_graphs),
+                "narrow_graphs": {
+                    width: len(manager.graphs)
+                    for width, manager in runner.speculator._narrow_graphs.items()
+                },
                 "timed_steps": float(scheduler_of(llm).conductor.times.timed[0]),
             }
 
@@ -302,6 +307,7 @@ def laws(session: Session) -> dict[str, Any]:
         "off": (None, "greedy"),
         "probabilistic": (RANDOM, "probabilistic"),
         "greedy": (RANDOM, "greedy"),
+        "narrow": (NARROW, "probabilistic"),
     }
     for name, (options, drafts) in variants.items():
         with session.engine(options, "small", drafts=drafts, **large) as llm:
@@ -383,6 +389,7 @@ GROUPS: dict[str, dict[str, Callable[[Session], Any]]] = {
         "profiled": profiled,
         "host_random": equality({**RANDOM, "windows": "host"}),
         "device_random": equality(RANDOM),
+        "random_widths": equality(NARROW),
         "planned": equality({"cost_table": DEAR, "online_cost": False}),
         "probabilistic": equality({"scheduling": False}, drafts="probabilistic"),
     },

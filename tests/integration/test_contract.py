@@ -68,6 +68,7 @@ CONTRACT_CHECKED_ON_033 = frozenset(
         "v1.worker.gpu.model_runner:GPUModelRunner.sample",
         "v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
         "v1.worker.gpu.sample.states:SamplingStates",
+        "v1.worker.gpu.spec_decode.dflash.cudagraph:DFlashCudaGraphManager",
         "v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator",
         "v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator._precompute_context_kv",
         "v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose",

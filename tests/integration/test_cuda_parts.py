@@ -173,6 +173,7 @@ def profiled_runner(monkeypatch: pytest.MonkeyPatch) -> Any:
         max_model_len=1024,
         decode_query_len=WIDTH + 1,
         dspark_windows=None,
+        speculator=SimpleNamespace(captured_widths=()),
         steps=[],
     )
 
@@ -252,6 +253,80 @@ def test_profile_without_graphs_of_trimmed_steps_is_refused(profiled_runner: Any
         profiled_runner.cudagraph_manager = manager
         with pytest.raises(CostTableError, match="FLASH_ATTN on Hopper"):
             CudaProfiler(profiled_runner)
+
+
+def narrow_shares(monkeypatch: pytest.MonkeyPatch, runner: Any) -> dict[tuple[int, int], float]:
+    """A runner that captured passes of 1 and 2 columns; what each takes by requests and columns."""
+    from vllm_dspark.integration import cuda_profiling
+
+    times: dict[tuple[int, int], float] = {}
+
+    def draft(_: Any, state: Any, columns: int | None = None) -> None:
+        assert columns is not None
+        took = (0.01 + 0.002 * columns) * state.num_reqs
+        times[state.num_reqs, columns] = took
+        _Event.now += took
+
+    monkeypatch.setattr(cuda_profiling, "_draft", draft)
+    monkeypatch.setattr(cuda_profiling, "_forward", lambda runner, desc, *_: desc)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runner.speculator.captured_widths = (1, 2)
+    runner.kv_connector = SimpleNamespace(set_disabled=lambda _: None)
+    return times
+
+
+def test_start_profile_prices_captured_narrow_passes(
+    monkeypatch: pytest.MonkeyPatch, profiled_runner: Any
+) -> None:
+    """Catches narrow passes without a price, so that all passes would stay full."""
+    from vllm_dspark.integration.cuda_profiling import CudaProfiler, profile_cuda
+    from vllm_dspark.planning.online_cost import CostModel
+
+    times = narrow_shares(monkeypatch, profiled_runner)
+    table = profile_cuda(profiled_runner)
+    assert sorted(table.narrow) == [1, 2]
+    for columns, grid in table.narrow.items():
+        native = profiled_runner.cudagraph_manager.families()[StepShape.NATIVE]
+        assert grid.sizes[0] == 1 and grid.sizes[-1] == native[-1].num_reqs
+        assert len(grid.sizes) > 2
+        expected = [times[size, columns] for size in grid.sizes]
+        assert grid.median_ms[0] == pytest.approx(expected)
+    assert CostModel(table, num_positions=WIDTH).prices_widths
+    profiler = CudaProfiler(profiled_runner)
+    narrow = [cell for cell in profiler.cells(full=False) if cell.draft_width]
+    assert {cell.draft_width for cell in narrow} == {1, 2}
+    sample = profiler.measure(narrow[-1])
+    assert sample.draft_ms == pytest.approx(times[narrow[-1].num_requests, narrow[-1].draft_width])
+    assert sample.draft_width == narrow[-1].draft_width
+
+
+def test_graphs_of_narrow_passes_fit_every_request_count() -> None:
+    """Catches a count without a graph (a pass without one takes milliseconds of host time)."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_dspark.integration.cuda_graphs import NarrowDraftGraphs
+
+    class Uncaptured(NarrowDraftGraphs):
+        def __init__(self, rows: int, most: int) -> None:
+            self.compilation_config = SimpleNamespace(cudagraph_capture_sizes=[8, 512, 64])
+            self.max_num_reqs, self.decode_query_len = most, rows
+            self.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+            self._candidates, self._capture_descs = {}, {}
+            self._lora_dispatch_map, self._max_lora_case = {}, 0
+            self._graphs_captured = True
+            self._init_candidates()
+
+    for rows, most in ((1, 7), (2, 100), (3, 256), (5, 1)):
+        manager = Uncaptured(rows, most)
+        fitting = min(most, 512 // rows)
+        for requests in range(1, fitting + 1):
+            desc = manager.dispatch(requests, requests * rows, rows, 0)
+            assert desc.cg_mode is CUDAGraphMode.FULL
+            assert desc.num_tokens == desc.num_reqs * rows >= requests * rows
+            assert desc.num_reqs <= max(requests + 8, 1.25 * requests)
+            assert desc in manager._capture_descs[CUDAGraphMode.FULL]
+        beyond = manager.dispatch(fitting + 1, (fitting + 1) * rows, rows, 0)
+        assert beyond.cg_mode is CUDAGraphMode.NONE
 
 
 def rejection(ops: Any, vocab: int, requests: int) -> Any:

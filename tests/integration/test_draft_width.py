@@ -12,7 +12,7 @@ from tests.support.pairs import Pair
 from tests.support.schedulers import MadeUpWorker, bare_scheduler
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration import draft_width
-from vllm_dspark.integration.compat import CPU_WORKER
+from vllm_dspark.integration.compat import CPU_WORKER, GPU_WORKER
 from vllm_dspark.planning.plan import PlanKind, VerifyPlan
 from vllm_dspark.planning.width import WidthReason
 
@@ -31,7 +31,6 @@ def config(**changes: Any) -> Any:
         "width": K,
         "data": 1,
         "pipeline": 1,
-        "asynchronous": False,
         "worker": CPU_WORKER,
         **changes,
     }
@@ -42,28 +41,23 @@ def config(**changes: Any) -> Any:
             pipeline_parallel_size=values["pipeline"],
             worker_cls=values["worker"],
         ),
-        scheduler_config=SimpleNamespace(async_scheduling=values["asynchronous"]),
     )
 
 
 @pytest.mark.parametrize(
-    ("on_cpu", "changes", "wish", "part"),
+    ("changes", "wish", "part"),
     [
-        pytest.param(True, {}, "auto", "", id="CPU build"),
-        pytest.param(True, {}, "full", '"draft_width": "full"', id="switched off"),
-        pytest.param(False, {}, "auto", "captured graphs", id="CUDA"),
-        pytest.param(True, {"pipeline": 2}, "auto", "pipeline", id="pipeline parallel"),
-        pytest.param(True, {"data": 2}, "auto", "data parallel", id="data parallel"),
-        pytest.param(True, {"asynchronous": True}, "auto", "asynchronous", id="asynchronous"),
-        pytest.param(True, {"worker": "theirs.Worker"}, "auto", "theirs.Worker", id="own worker"),
-        pytest.param(True, {"width": 1}, "auto", "num_speculative_tokens = 1", id="K = 1"),
+        pytest.param({}, "auto", "", id="CPU build"),
+        pytest.param({}, "full", '"draft_width": "full"', id="switched off"),
+        pytest.param({"worker": GPU_WORKER}, "auto", "", id="CUDA"),
+        pytest.param({"pipeline": 2}, "auto", "pipeline", id="pipeline parallel"),
+        pytest.param({"data": 2}, "auto", "data parallel", id="data parallel"),
+        pytest.param({"worker": "theirs.Worker"}, "auto", "theirs.Worker", id="own worker"),
+        pytest.param({"width": 1}, "auto", "num_speculative_tokens = 1", id="K = 1"),
     ],
 )
-def test_where_passes_may_be_narrow(
-    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, changes: dict[str, Any], wish: str, part: str
-) -> None:
+def test_where_passes_may_be_narrow(changes: dict[str, Any], wish: str, part: str) -> None:
     """Catches a row of the table in draft_width.py that says something else than the code."""
-    monkeypatch.setattr(draft_width, "is_cpu_build", lambda: on_cpu)
     found = draft_width.narrow_refusal(config(**changes), DSparkConfig(draft_width=wish))
     assert (found == "") if part == "" else (part in found)
 
@@ -170,6 +164,28 @@ def test_old_tables_keep_full_width(
     assert not narrow(worker)
     (line,) = [r.getMessage() for r in caplog.records if "has no narrower" in r.getMessage()]
     assert "vllm-dspark profile" in line
+
+
+def test_asynchronous_steps_have_as_many_placeholders_as_drafts_will_be_made(
+    pair: Pair, tmp_path: Path
+) -> None:
+    """Catches a step scheduled ahead with K drafts of which the pass before it made two."""
+    scheduler = bare_scheduler(
+        pair, options(tmp_path, COSTLY, test_draft_width=2), asynchronous=True
+    )
+    assert type(scheduler).__mro__[2].__name__ == "AsyncScheduler"
+    for index in range(4):
+        add_request(scheduler, f"r{index}")
+    worker = MadeUpWorker(scheduler, lambda name, drafts: drafts)
+    ahead = [scheduler.schedule(), scheduler.schedule()]  # prompts, then drafts of a full pass
+    for _ in range(8):
+        ahead.append(scheduler.schedule())
+        done = ahead.pop(0)
+        scheduler.update_from_output(done, worker.run(done))
+        counts = {name: len(d) for name, d in ahead[-1].scheduled_spec_decode_tokens.items()}
+        assert counts == {f"r{index}": 2 for index in range(4)}
+    assert scheduler.dspark_totals.drafted.tolist() == [7 * 4] * 2 + [4] * (K - 2)
+    assert scheduler.dspark_totals.accepted[:2].tolist() == [7 * 4] * 2
 
 
 def test_metrics_tell_the_widths(pair: Pair, tmp_path: Path) -> None:

@@ -26,9 +26,18 @@ CHEAP = {"base_ms": 100.0, "per_token_ms": 0.05, "draft_ms": 0.1}
 
 
 def bare_scheduler(
-    pair: Pair, options: dict[str, Any], *, width: int = 7, blocks: int = 200_000, **overrides: Any
+    pair: Pair,
+    options: dict[str, Any],
+    *,
+    width: int = 7,
+    blocks: int = 200_000,
+    asynchronous: bool = False,
+    **overrides: Any,
 ) -> Any:
-    """A scheduler; overrides: engine arguments. `{"enabled": False}` gives vLLM's own."""
+    """A scheduler; overrides: engine arguments. `{"enabled": False}` gives vLLM's own.
+
+    asynchronous: as on CUDA; the CPU platform turns it off in the config.
+    """
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -44,6 +53,7 @@ def bare_scheduler(
         **settings,
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = blocks
+    config.scheduler_config.async_scheduling = asynchronous
     block_size = config.cache_config.block_size
     spec = FullAttentionSpec(
         block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32

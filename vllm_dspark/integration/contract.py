@@ -94,6 +94,11 @@ CONTRACT: tuple[Symbol, ...] = (
         "ModelCudaGraphManager",
         bases=("CudaGraphManager",),
     ),
+    Symbol(
+        f"{_SPEC}/dflash/cudagraph.py",
+        "DFlashCudaGraphManager",
+        bases=("CudaGraphManager",),
+    ),
     Symbol("v1/worker/gpu/attn_utils.py", "get_query_lens_mismatch_unsupported_backend"),
     Symbol(
         "v1/worker/gpu/attn_utils.py",

@@ -35,7 +35,7 @@ class CudaClock(StepTimingCollector):
         self._spare: list[_Events] = []
         self._running: _Events | None = None
         self._described: Callable[[], StepTiming] = _nothing
-        self._pending: deque[tuple[_Events, Callable[[], StepTiming], bool]] = deque()
+        self._pending: deque[tuple[_Events, Callable[[], StepTiming], bool, int | None]] = deque()
         self.period = PERIOD
         self.armed = False  # set by the runner for steps that an engine core ordered
         self.next_start: torch.cuda.Event | None = None  # recorded once, by profiling
@@ -72,11 +72,11 @@ class CudaClock(StepTimingCollector):
         if self._running is not None:
             self._running[1].record()
 
-    def draft_end(self, drafted: bool) -> None:
-        """The step has been launched; drafted: it made a block."""
+    def draft_end(self, drafted: bool, columns: int | None = None) -> None:
+        """The step has been launched; drafted: it made a block, of so many columns (None: K)."""
         if self._running is not None:
             self._running[2].record()
-            self._pending.append((self._running, self._described, drafted))
+            self._pending.append((self._running, self._described, drafted, columns))
             self._running = None
 
     # ---- for reports
@@ -85,11 +85,16 @@ class CudaClock(StepTimingCollector):
         """Steps whose times have become known."""
         found = []
         while self._pending and self._pending[0][0][2].query():
-            events, described, drafted = self._pending.popleft()
+            events, described, drafted, columns = self._pending.popleft()
             start, middle, end = events
-            draft_ms = middle.elapsed_time(end) if drafted else None
-            timing = described()
-            found.append(replace(timing, forward_ms=start.elapsed_time(middle), draft_ms=draft_ms))
+            found.append(
+                replace(
+                    described(),
+                    forward_ms=start.elapsed_time(middle),
+                    draft_ms=middle.elapsed_time(end) if drafted else None,
+                    draft_width=columns if drafted else None,
+                )
+            )
             self._spare.append(events)
         return tuple(found)
 

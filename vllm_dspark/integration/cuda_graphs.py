@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.attn_utils import (
     get_varlen_cudagraph_unsupported_backend,
 )
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 
 from vllm_dspark.planning.cost import StepShape
 
@@ -126,6 +127,45 @@ class WindowGraphs(ModelCudaGraphManager):
                 continue
             found.setdefault(shape, []).append(desc)
         return found
+
+
+class NarrowDraftGraphs(DFlashCudaGraphManager):
+    """Graphs of draft passes of blocks of few rows, for request counts of growing distance.
+
+    Narrow passes are for many requests; to have them at each size that vLLM captures would double
+    the time of capturing, and here a padded row costs little beside what the step saves.
+    """
+
+    def _init_candidates(self) -> None:
+        sizes = self.compilation_config.cudagraph_capture_sizes
+        if self.cudagraph_mode.decode_mode() != CUDAGraphMode.FULL or not sizes:
+            return
+        rows = self.decode_query_len
+        most = min(self.max_num_reqs, max(sizes) // rows)
+        descs = [
+            BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.FULL,
+                num_tokens=count * rows,
+                num_reqs=count,
+                uniform_token_count=rows,
+            )
+            for count in spaced_counts(most)
+        ]
+        self._capture_descs[CUDAGraphMode.FULL] = descs[::-1]
+        start = 0
+        for desc in descs:
+            for tokens in range(start, desc.num_tokens + 1):
+                self._candidates[tokens, 0] = [desc]
+            start = desc.num_tokens + 1
+
+
+def spaced_counts(most: int) -> list[int]:
+    """Request counts up to `most`, which is among them, a quarter of their size apart or 8."""
+    counts, count = [], 1
+    while count < most:
+        counts.append(count)
+        count += count if count < 8 else max(8, count // 4 // 8 * 8)
+    return [*counts, most] if most > 0 else []
 
 
 def refusal_of_backends(runner: Any, target_layers: set[str] | None) -> tuple[str, str]:

@@ -41,6 +41,7 @@ _ALLOCATION_REPEATS = 20
 # For cells that look dearer than larger ones: a moment's disturbance ends, a real dip stays.
 _AGAIN_S = 1.0
 _AGAIN_ROUNDS = 3
+_NARROW_NODES = 6  # request counts at which narrow draft passes are timed
 
 Measured = dict[tuple[StepShape, int, int], list[StepTiming]]
 
@@ -67,6 +68,9 @@ def profile_cuda(runner: Any, budget_s: float = BUDGET_S) -> CostTable:
     _visit_peaks_again(runner, families, measured, started + budget_s + _AGAIN_S)
     samples = [sample for found in measured.values() for sample in found]
     samples += _interpolated(families, nodes, measured)
+    widths = _narrow_widths(runner)
+    for desc in _of_narrow_passes(families) if widths else ():
+        samples += _measure_narrow(runner, desc, nodes[0], widths, _REPEATS)
     return build_cost_table(samples, allocation_ms=_allocation_ms(runner))
 
 
@@ -137,6 +141,12 @@ class CudaProfiler:
             for shape, tokens, requests in self._graphs
             for kv_tokens in nodes
         ]
+        native = [desc for key, desc in self._graphs.items() if key[0] is StepShape.NATIVE]
+        cells += [
+            Cell(desc.num_tokens, nodes[0], desc.num_reqs, mode, StepShape.NATIVE.value, columns)
+            for desc in _of_narrow_passes({StepShape.NATIVE: native})
+            for columns in _narrow_widths(self._runner)
+        ]
         for cell in cells:
             self.measure(cell)
         return sorted(cells)
@@ -149,6 +159,8 @@ class CudaProfiler:
         if desc is None:
             raise CostTableError("incomplete", f"no graph was captured for {cell}")
         shape, kv_tokens = key[0], cell.kv_tokens
+        if cell.draft_width:
+            return _measure_narrow(self._runner, desc, kv_tokens, (cell.draft_width,), 1)[0]
         return _measure(self._runner, shape, desc, kv_tokens, repeats=1)[0]
 
     @torch.inference_mode()
@@ -201,8 +213,7 @@ def _measure(
 ) -> list[StepTiming]:
     """Timed replays of one graph at one KV load."""
     num_reqs = desc.num_reqs
-    longest = runner.max_model_len - 2 * runner.decode_query_len
-    context = min(max(kv_tokens // num_reqs, 1), longest)
+    context = min(max(kv_tokens // num_reqs, 1), _longest(runner))
     events = []
     for _ in range(_WARMUP + repeats):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -224,10 +235,74 @@ def _measure(
     ]
 
 
+def _narrow_widths(runner: Any) -> tuple[int, ...]:
+    """Columns of the draft passes narrower than K that were captured."""
+    widths: tuple[int, ...] = runner.speculator.captured_widths
+    return widths
+
+
+def _of_narrow_passes(families: dict[StepShape, list[Any]]) -> list[Any]:
+    """Native steps behind which narrow passes are timed: the share of a full pass that they take
+    goes from all of it to that of their columns as requests become many."""
+    descs = sorted(families.get(StepShape.NATIVE, []), key=lambda desc: desc.num_tokens)
+    places = (
+        np.unique(np.rint(np.geomspace(1, len(descs), _NARROW_NODES)).astype(int)) if descs else ()
+    )
+    return [descs[place - 1] for place in places]
+
+
+def _measure_narrow(
+    runner: Any, desc: Any, kv_tokens: int, widths: Sequence[int], repeats: int
+) -> list[StepTiming]:
+    """Timed draft passes of each width behind one native step; of the step itself, no time."""
+    context = max(kv_tokens // desc.num_reqs, 1)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    state = _forward(runner, desc, min(context, _longest(runner)), marks)
+    timed = []
+    for columns in widths:
+        for _ in range(_WARMUP + repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            _draft(runner, state, columns)
+            end.record()
+            timed.append((columns, start, end))
+    torch.cuda.synchronize()
+    runner.kv_connector.set_disabled(False)
+    per_width = _WARMUP + repeats
+    return [
+        StepTiming(
+            StepMode.FULL,
+            StepShape.NATIVE,
+            num_requests=desc.num_reqs,
+            num_tokens=desc.num_tokens,
+            kv_tokens=kv_tokens,
+            forward_ms=0.0,
+            draft_ms=start.elapsed_time(end),
+            draft_width=columns,
+        )
+        for index, (columns, start, end) in enumerate(timed)
+        if index % per_width >= _WARMUP
+    ]
+
+
+def _longest(runner: Any) -> int:
+    longest: int = runner.max_model_len - 2 * runner.decode_query_len
+    return longest
+
+
 def _step(
     runner: Any, shape: StepShape, desc: Any, context: int, marks: Sequence[torch.cuda.Event]
 ) -> None:
     """One dummy step in a given graph: target, verification and, in native steps, drafting."""
+    state = _forward(runner, desc, context, marks)
+    if shape is StepShape.NATIVE:
+        _draft(runner, state)
+    marks[2].record()
+    runner.kv_connector.set_disabled(False)
+
+
+def _forward(runner: Any, desc: Any, context: int, marks: Sequence[torch.cuda.Event]) -> Any:
+    """Target and verification, between the first two marks; the runner's state for drafting."""
     output = SchedulerOutput.make_empty()
     num_reqs, num_tokens = desc.num_reqs, desc.num_tokens
     lengths = [num_tokens // num_reqs + (i < num_tokens % num_reqs) for i in range(num_reqs)]
@@ -241,15 +316,12 @@ def _step(
     state, runner.execute_model_state = runner.execute_model_state, None
     verify(runner, state.hidden_states[:num_tokens], num_reqs)
     marks[1].record()
-    if shape is StepShape.NATIVE:
-        _draft(runner, state)
-        marks[2].record()
-    else:
-        marks[2].record()
-    runner.kv_connector.set_disabled(False)
+    return state
 
 
-def _draft(runner: Any, state: Any) -> None:
+def _draft(runner: Any, state: Any, columns: int | None = None) -> None:
+    """A draft pass of some columns (None: all K)."""
+    runner.speculator.draft_width = columns
     batch = state.input_batch
     sampling = runner.sampler.sampling_states
     device = runner.device

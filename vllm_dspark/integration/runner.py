@@ -20,6 +20,7 @@ from vllm_dspark.errors import CostTableError, DSparkError
 from vllm_dspark.integration.backends import reject_ops
 from vllm_dspark.integration.carrier import options_of
 from vllm_dspark.integration.device_windows import DeviceWindows, HostTensorWindows
+from vllm_dspark.integration.draft_width import narrow_refusal
 from vllm_dspark.integration.preflight import require_hidden_states
 from vllm_dspark.integration.profiling import CpuProfiler, profile_cpu
 from vllm_dspark.integration.rejection import DSparkRejectionSampler, replace_rejection_sampler
@@ -29,6 +30,7 @@ from vllm_dspark.integration.seeded import SeededSampling
 from vllm_dspark.integration.speculator import DSparkProposer
 from vllm_dspark.integration.startup import live_fingerprint, resolve_scheduling, settle_windows
 from vllm_dspark.planning.cost import CostTable, StepMode
+from vllm_dspark.planning.draft_cost import ladder
 from vllm_dspark.planning.plan import PlanKind
 
 logger = logging.getLogger("vllm.vllm_dspark")
@@ -264,6 +266,8 @@ class DSparkGPUModelRunner(DSparkRunnerMixin, GPUModelRunner):
         graphs, lengths = refusal_of_backends(self, self._target_layers())
         install_graphs(self, variable=not graphs)
         self.speculator.capture_context = True
+        if not narrow_refusal(self.vllm_config, self.dspark_options):
+            self.speculator.narrow_widths = ladder(self.num_speculative_steps)[:-1]
         if not on_device:
             return None
         if graphs or lengths:

@@ -132,6 +132,8 @@ class DSparkSchedulerMixin:
         order = conductor.scheduled(order, self._scheduled(output, order))
         if order.draft_width is not None:
             output.num_spec_tokens_to_schedule = order.draft_width
+            if self.vllm_config.scheduler_config.async_scheduling:
+                self._shorten_placeholders(output, order.draft_width)
         attach_order(output, order)
         conductor.settle_down(order, self.running, self.max_num_scheduled_tokens)
         return output
@@ -144,6 +146,14 @@ class DSparkSchedulerMixin:
             return  # all drafts there are
         order.cuts = cuts_to(drafting.requests, kept.tolist(), self.num_spec_tokens)
         cut_drafts(order.cuts)
+
+    def _shorten_placeholders(self, output: Any, width: int) -> None:
+        """Of the drafts that a narrow pass will make; vLLM handed out as many as it assumed."""
+        placeholders = [-1] * width
+        for name in output.num_scheduled_tokens:
+            request = self.requests[name]
+            if len(request.spec_token_ids) > width:
+                request.spec_token_ids = placeholders
 
     def _outlook(self, num_drafting: int) -> StepOutlook:
         num_running, num_waiting = len(self.running), len(self.waiting)

@@ -17,12 +17,14 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import graph_capture
 from vllm.utils.torch_utils import current_stream
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator as StockSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
 
 from vllm_dspark.config import DSparkConfig
 from vllm_dspark.integration.backends import draft_ops
 from vllm_dspark.integration.contract import EMBEDDED_CONTRACT, violations
+from vllm_dspark.integration.cuda_graphs import NarrowDraftGraphs
 from vllm_dspark.integration.models import drafter_architecture, register_drafters
 from vllm_dspark.integration.models.foreign import head_of_model
 from vllm_dspark.kernels.protocols import (
@@ -36,10 +38,11 @@ from vllm_dspark.proposer.embedded import MODEL_TYPES as EMBEDDED_MODEL_TYPES
 
 logger = logging.getLogger("vllm.vllm_dspark")
 
-# Passes of up to so many columns run the backbone on a block of their own; wider ones on the block
-# of K that the drafter was trained on, of which they use the first columns. Acceptance at positions
-# from 2 on is lower in smaller blocks (non-causal attention), which outweighs a cheaper backbone
-# from 3 columns on: docs/how-it-decides.md has the figures.
+# On a CPU, passes of up to so many columns run the backbone on a block of their own; wider ones on
+# the block of K that the drafter was trained on, of which they use the first columns. Acceptance at
+# positions from 2 on is lower in smaller blocks (non-causal attention), which outweighs a cheaper
+# backbone from 3 columns on: docs/how-it-decides.md has the figures. On CUDA, where narrow passes
+# are for loads at which the backbone's rows are paid for, every width has a block of its own.
 _LARGEST_OWN_BLOCK = 2
 
 
@@ -57,6 +60,7 @@ class DSparkProposer(StockSpeculator):
     # of vLLM's speculator
     num_speculative_steps: int
     num_query_per_req: int
+    query_cudagraph_manager: Any
     _anchor_idx: torch.Tensor
 
     def __init__(self, vllm_config: Any, device: torch.device, options: DSparkConfig) -> None:
@@ -70,10 +74,12 @@ class DSparkProposer(StockSpeculator):
         self.draft_next = True
         self.draft_width: int | None = None
         self.capture_context = False  # set by the runner where passes may be skipped
+        self.narrow_widths: tuple[int, ...] = ()  # to be captured; set by the runner on CUDA
         self.draft_pass = 0
         self.draft_ms: float | None = None
         self.clock: Any = None
         self._anchors: dict[int, torch.Tensor] = {}  # of small blocks, by rows per request
+        self._narrow_graphs: dict[int, NarrowDraftGraphs] = {}  # by columns
         self._context_graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by context rows
         self._context_size = np.zeros(1, dtype=np.int64)  # rows -> size of the graph that fits
 
@@ -81,6 +87,11 @@ class DSparkProposer(StockSpeculator):
     def has_confidence(self) -> bool:
         """Whether the loaded drafter predicts acceptance."""
         return self.draft_head is not None and self.draft_head.confidence is not None
+
+    @property
+    def captured_widths(self) -> tuple[int, ...]:
+        """Columns of the draft passes narrower than K that have graphs."""
+        return tuple(sorted(self._narrow_graphs))
 
     def draft_logits_spec(self, vllm_config: Any) -> tuple[torch.dtype, float]:
         """Dtype and fill of the cached draft logits: columns no draft maps to must stay -inf."""
@@ -155,15 +166,33 @@ class DSparkProposer(StockSpeculator):
         if self.options.kernels == "reference":
             cudagraph_mode = CUDAGraphMode.NONE
         self._context_graphs.clear()
+        self._narrow_graphs.clear()
         self._context_size = np.zeros(1, dtype=np.int64)
         super().init_cudagraph_manager(cudagraph_mode)
 
     def capture(self) -> None:
-        """vLLM's draft graphs, then graphs of what is left of a draft pass that is skipped."""
+        """vLLM's draft graphs, those of narrow passes, and of what is left of a skipped pass."""
         super().capture()
         manager = self.query_cudagraph_manager
-        if manager is None or not manager.graphs or not self.capture_context:
+        if manager is None or not manager.graphs:
             return
+        for width in self.narrow_widths if self.draft_head is not None else ():
+            self._capture_narrow(width, manager.cudagraph_mode)
+        if self.capture_context:
+            self._capture_context(manager)
+
+    def _capture_narrow(self, width: int, mode: CUDAGraphMode) -> None:
+        """Graphs of draft passes of `width` columns, in blocks of their own."""
+        rows = width if self.sample_from_anchor else width + 1
+        self._narrow_graphs[width] = NarrowDraftGraphs(
+            self.vllm_config, self.device, mode, decode_query_len=rows
+        )
+        self.draft_width = width
+        with self._own_block(width):
+            super().capture()
+        self.draft_width = None
+
+    def _capture_context(self, manager: CudaGraphManager) -> None:
         sizes = manager.compilation_config.cudagraph_capture_sizes or ()
         fitting = sorted(size for size in sizes if size <= self.max_num_reqs)
         # The slots are padding during capture: nothing is written.
@@ -240,16 +269,23 @@ class DSparkProposer(StockSpeculator):
     def _own_block(self, width: int) -> Iterator[None]:
         """A block of `width` < K columns within: vLLM's code reads its sizes from attributes.
 
-        Buffers keep their K columns. Not for captured graphs, which hold one width each.
+        Buffers keep their K columns. Graphs are those that were captured for the width.
         """
         full = self.num_speculative_steps, self.num_query_per_req, self._anchor_idx
+        manager = self.query_cudagraph_manager
         rows = width if self.sample_from_anchor else width + 1
         self.num_speculative_steps, self.num_query_per_req = width, rows
         self._anchor_idx = self._anchor_rows(rows)
+        self.query_cudagraph_manager = self._narrow_graphs.get(width, manager)
         try:
             yield
         finally:
             self.num_speculative_steps, self.num_query_per_req, self._anchor_idx = full
+            self.query_cudagraph_manager = manager
+
+    def _has_own_block(self, width: int) -> bool:
+        on_cpu = self.device.type == "cpu"
+        return width < self.num_speculative_steps and (not on_cpu or width <= _LARGEST_OWN_BLOCK)
 
     def _anchor_rows(self, rows_per_request: int) -> torch.Tensor:
         """[max_num_reqs] first row of each request in a flat batch of blocks."""
@@ -272,12 +308,12 @@ class DSparkProposer(StockSpeculator):
             # Any graph holds the whole draft step, so a skipped one runs without.
             kwargs["is_profile"] = True
         width = self.draft_width
-        smaller = self.draft_next and width is not None and width <= _LARGEST_OWN_BLOCK
+        smaller = self.draft_next and width is not None and self._has_own_block(width)
         with self._own_block(width) if smaller and width else nullcontext():
             drafts: torch.Tensor = super().propose(*args, **kwargs)
         self.draft_width = None
         if self.clock is not None:
-            self.clock.draft_end(self.draft_next)
+            self.clock.draft_end(self.draft_next, width)
         if self.draft_next:
             self.draft_pass += not kwargs.get("dummy_run", False)
             self.draft_ms = (time.perf_counter() - started) * 1e3

@@ -33,7 +33,10 @@ _KINDS = {"vanilla": 0, "gated": 1, "rnn": 2}
 
 
 class TritonDraftOps:
-    """`DraftOps` for one loaded head; buffers are made once, for up to `max_reqs` requests."""
+    """`DraftOps` for one loaded head; buffers are made once, for up to `max_reqs` requests.
+
+    Blocks have up to `num_columns` columns.
+    """
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class TritonDraftOps:
         if head is not self.head:
             raise ValueError("TritonDraftOps was built for another head; make one per loaded head")
         num_reqs, num_columns, vocab = batch.base_logits.shape
-        if num_reqs > self.max_reqs or num_columns != self.num_columns or vocab != self.vocab:
+        if num_reqs > self.max_reqs or num_columns > self.num_columns or vocab != self.vocab:
             raise ValueError(
                 f"base_logits {tuple(batch.base_logits.shape)} does not fit buffers made for "
                 f"[{self.max_reqs}, {self.num_columns}, {self.vocab}]"
@@ -153,7 +156,7 @@ class TritonDraftOps:
             out.tokens.stride(0),
             batch.req_index.stride(0),
             FIRST=column == 0,
-            NUM_COLUMNS=self.num_columns,
+            NUM_COLUMNS=batch.base_logits.shape[1],
             KIND=0 if markov is None else _KINDS[markov.kind],
             RANK=rank,
             BLOCK_K=min(width, 64),

@@ -163,7 +163,7 @@ class CostTable:
         dip = _GRAPH_DIP_TOLERANCE if captured else DIP_TOLERANCE
         _check_grid("draft", self.draft, must_grow=False, dip=dip)
         for columns, grid in self.narrow.items():
-            _check_grid(f"draft of {columns} columns", grid, must_grow=False)
+            _check_grid(f"draft of {columns} columns", grid, must_grow=False, dip=dip)
             if columns < 1 or len(grid.kv_tokens) > 1:
                 raise CostTableError("incomplete", f"draft of {columns} columns: not a draft grid")
         for name, value in (("allocation", self.allocation_ms), ("overhead", self.overhead_ms)):

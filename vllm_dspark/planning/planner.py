@@ -395,6 +395,10 @@ class Planner:
             drafting = self._next_pass(batch) if keeps else self._full_pass(batch)
         budget = int(np.add.reduce(batch.num_drafts))
         kind = PlanKind.OFF if reason is Reason.DISABLED else PlanKind.NATIVE
+        full = batch.owner.size * batch.num_positions
+        if 0 < budget < full and own is not None and facts.mode.padded:
+            # The drafts of a narrow pass, all of them: native graphs hold full windows only.
+            kind = PlanKind.TRIM
         kept = None if self.options.device_windows else batch.num_drafts
         return compose(facts, batch, kind, reason, budget, kept, drafting, (own, own))
 
