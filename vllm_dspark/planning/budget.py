@@ -1,13 +1,17 @@
 r"""How many drafts to verify in all: the argmax of predicted goodput.
 
-    goodput(B) = tokens(B) / ms(B)
+    goodput(B) = tokens(B) / (ms(B) - prompts)
     tokens(B)  = sampling requests + sum of the B largest survivals
     ms(B)      = T(G(base + B), kv) + D(requests) + overhead (+ allocation)
 
-with base the rows that are not drafts. Inside a padded size G further drafts are
-free, so in padded modes only budgets that fill a size are candidates; elsewhere T is
-piecewise linear and up to _NUM_CANDIDATES evenly spaced budgets are tried. The best
-of these competes with the NATIVE step (all drafts, uniform graphs, no allocation)
+with base the rows that are not drafts. prompts is the time of the step's prefill rows: these have
+to be computed whatever is decided, now or in another step, as many for each request that ends, and
+so for each token. With r ms of them per token, throughput is 1 / (r + 1 / goodput): largest where
+goodput is. Taken as a fixed cost of the step, it would make any draft look worth its row.
+
+Inside a padded size G further drafts are free, so in padded modes only budgets that fill a size are
+candidates; elsewhere T is piecewise linear and up to _NUM_CANDIDATES evenly spaced budgets are
+tried. The best of these competes with the NATIVE step (all drafts, uniform graphs, no allocation)
 and the SINGLE one (no draft verified, none made), each at its own price.
 """
 
@@ -33,11 +37,12 @@ class Option:
     padded_tokens: int
     ms: float
     tokens: float
+    prompts_ms: float = 0.0  # part of ms
 
     @property
     def goodput(self) -> float:
-        """Tokens per ms."""
-        return self.tokens / self.ms
+        """Tokens per ms that is not spent on prompts."""
+        return self.tokens / (self.ms - self.prompts_ms)
 
 
 @dataclass(slots=True)
@@ -47,6 +52,7 @@ class StepRows:
     base: int  # rows that are not drafts, prefill chunks included
     num_sampling: int  # requests that emit a token whatever is admitted
     kv_tokens: int
+    prompts_ms: float = 0.0  # time of prefill rows
 
 
 def best_ragged(
@@ -77,8 +83,15 @@ def best_ragged(
     tokens = ranking.gains(budgets)
     tokens += rows.num_sampling
     total_ms = ms + fixed_ms
-    best = int((tokens / total_ms).argmax())  # the first, so the smallest, of equals
-    return Option(int(budgets[best]), int(padded[best]), float(total_ms[best]), float(tokens[best]))
+    goodput = tokens / (total_ms - rows.prompts_ms)
+    best = int(goodput.argmax())  # the first, so the smallest, of equals
+    return Option(
+        int(budgets[best]),
+        int(padded[best]),
+        float(total_ms[best]),
+        float(tokens[best]),
+        rows.prompts_ms,
+    )
 
 
 def uniform(
@@ -100,4 +113,4 @@ def uniform(
     if priced is None:
         return None
     padded, ms = priced
-    return Option(budget, padded, ms + fixed_ms, rows.num_sampling + gain)
+    return Option(budget, padded, ms + fixed_ms, rows.num_sampling + gain, rows.prompts_ms)

@@ -4,18 +4,19 @@ No cost table of decode steps says it: they run in other graphs or none, attenti
 rows beside short ones, and the drafter writes the prompts' context first. While an engine serves,
 every mixed step is timed and is a sample. With v rows of decoding requests and p rows of prompts:
 
-    T(v, p) = f(v) + c (p - p0)
+    T(v, p) = a + c (v + p) + e v + r(v)
 
-A row to be verified costs more than one of a prompt, which needs no logits, so the two are kept
-apart: f is an isotonic regression over geometric bins of v, linear between their means; c is the
-least-squares slope over p within bins; p0 is the running mean of p, for which steps are priced,
-since how many prompts join is not known beforehand. Beyond the rows served f goes on with the
-slope of all bins, at least c, and never below a quarter of its first bin: a guess, which is
-replaced once it was acted on (or tried, planner.py).
+a, c and e by least squares over the last hundred or so samples, relative errors counting alike, e
+drawn towards 0: where v hardly varies, a row to be verified is taken to cost what one of a prompt
+does (it costs more, as it needs logits; a guess, replaced once it was acted on, or tried,
+planner.py). r is what is left, by geometric bins of v, each mean drawn towards 0 as long as it has
+few samples, linear between bins. Steps are priced at p0, the running mean of p, since how many
+prompts join is not known beforehand; c p0 of the price is the prompts' own time, which is no cost
+of a decision (budget.py). Prices never fall with v, and never below c p0 and a little.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,10 +30,15 @@ Axis = tuple[tuple[int, ...], IntArray, Float64Array]
 MIN_SAMPLES = 16
 _BIN = 1.15  # ratio of the sizes of neighbouring bins
 _MIN_IN_BIN = 2
-_MIN_SPAN = 1.1  # of sizes, for a slope of their own
-_MEMORY = 32  # samples that a bin remembers
-_CLIP = 1.5  # a sample moves a settled bin as if it were within this factor of it
-_LOWEST = 0.25  # of the time of the smallest bin, where the slope would lead below
+_MEMORY = 32  # samples that a bin, and p0, remember
+_FIT_MEMORY = 128  # samples that the plane remembers
+_FEW = 4  # samples of a bin that count as much as the plane
+_CLIP = 1.5  # a sample counts as if it were within this factor of what was expected
+_MOST_PROMPTS = 0.95  # of the time of the smallest step
+_LOWEST = 0.05  # of the mean time of steps, for the smallest one without prompts
+_ROWS = 256.0  # unit of rows in the fit
+_RIDGE = 0.005  # pull of e towards 0, in samples whose v is _ROWS off
+_SHORTEST, _LONGEST = 1e-4, 1e7  # ms; beyond, it is no time of a step
 _REFRESH = 4  # samples between recomputations of the curve
 
 
@@ -45,44 +51,63 @@ class _Bin:
     ms: float = 0.0
     count: int = 0
 
-    def add(self, rows: int, prefill_rows: int, ms: float) -> tuple[float, float]:
-        """Take in a sample; how far its prefill rows and its time were from the means."""
-        if self.count >= _MIN_IN_BIN:
-            ms = min(max(ms, self.ms / _CLIP), self.ms * _CLIP)
-        off = prefill_rows - self.prefill_rows, ms - self.ms
-        if not self.count:
-            off = 0.0, 0.0
+    def add(self, rows: float, prefill_rows: float, ms: float) -> None:
         self.count += 1
         rate = 1.0 / min(self.count, _MEMORY)
         self.rows += rate * (rows - self.rows)
         self.prefill_rows += rate * (prefill_rows - self.prefill_rows)
         self.ms += rate * (ms - self.ms)
-        return off
 
 
-class _Slope:
-    """Slope of time over prefill rows within bins, not below 0; remembers some 64 samples."""
+class _Plane:
+    """a + c (v + p) + e v by weighted least squares with a fading memory."""
 
     def __init__(self) -> None:
-        self._cross = self._square = 0.0
+        self._square = np.zeros((3, 3))
+        self._cross = np.zeros(3)
+        self.base, self.per_row, self.more_if_verified = 0.0, 0.0, 0.0
 
-    def add(self, rows: float, ms: float) -> None:
-        self._cross += rows * ms - self._cross / (2 * _MEMORY)
-        self._square += rows * rows - self._square / (2 * _MEMORY)
+    def at(self, rows: float, prefill_rows: float) -> float:
+        """Expected ms."""
+        verified = self.more_if_verified * rows
+        return self.base + self.per_row * (rows + prefill_rows) + verified
 
-    @property
-    def value(self) -> float:
-        return max(0.0, self._cross / self._square) if self._square > 0.0 else 0.0
+    def add(self, rows: float, prefill_rows: float, ms: float) -> None:
+        features = np.array([1.0, (rows + prefill_rows) / _ROWS, rows / _ROWS])
+        fade, weight = 1.0 - 1.0 / _FIT_MEMORY, 1.0 / ms**2
+        self._square = fade * self._square + weight * np.outer(features, features)
+        self._cross = fade * self._cross + weight * features * ms
+
+    def solve(self) -> None:
+        """Coefficients of the samples so far, none below 0."""
+        square = self._square.copy()
+        ridge = _RIDGE * square[0, 0]
+        square[2, 2] += ridge
+        # A step of one size after the other says nothing about slopes.
+        square[1, 1] += 1e-3 * ridge
+        kept = [0, 1, 2]
+        while True:
+            found = np.linalg.lstsq(square[np.ix_(kept, kept)], self._cross[kept], rcond=None)[0]
+            if (found >= 0.0).all():
+                break
+            kept.pop(int(np.argmin(found)))
+        fitted = np.zeros(3)
+        fitted[kept] = found
+        self.base = float(fitted[0])
+        self.per_row, self.more_if_verified = (float(x) for x in fitted[1:] / _ROWS)
 
 
 class MixedCosts:
     """Prices of an engine's mixed steps; deterministic in the order of the samples."""
 
     def __init__(self) -> None:
-        self.prefill_rows = 0.0  # p0
-        self._bins: dict[int, _Bin] = {}
+        self.prefill_rows = 0.0  # p0 of the axis
+        self.prompts_ms = 0.0  # c p0, less than any time of the axis
+        self._mean_prefill = 0.0
+        self._mean_ms = 0.0
+        self._plane = _Plane()
+        self._bins: dict[int, _Bin] = {}  # by rows
         self._drafts: dict[int, _Bin] = {}  # by requests
-        self._slope = _Slope()
         self._num_samples = 0
         self._until_refresh = 0
         self._axis: Axis | None = None
@@ -102,12 +127,20 @@ class MixedCosts:
         """
         if rows < 1 or prefill_rows < 0 or num_requests < 1 or not _is_time(forward_ms):
             return
-        found = self._bins.setdefault(_bin_of(rows), _Bin())
-        self._slope.add(*found.add(rows, prefill_rows, forward_ms))
+        if self._axis is not None:
+            expected = max(self._plane.at(rows, prefill_rows), 1e-6)
+            forward_ms = min(max(forward_ms, expected / _CLIP), expected * _CLIP)
+        self._plane.add(rows, prefill_rows, forward_ms)
+        self._bins.setdefault(_bin_of(rows), _Bin()).add(rows, prefill_rows, forward_ms)
         if draft_ms is not None and _is_time(draft_ms):
-            self._drafts.setdefault(_bin_of(num_requests), _Bin()).add(num_requests, 0, draft_ms)
+            found = self._drafts.setdefault(_bin_of(num_requests), _Bin())
+            if found.count >= _MIN_IN_BIN:
+                draft_ms = min(max(draft_ms, found.ms / _CLIP), found.ms * _CLIP)
+            found.add(num_requests, 0, draft_ms)
         self._num_samples += 1
-        self.prefill_rows += (prefill_rows - self.prefill_rows) / min(self._num_samples, _MEMORY)
+        rate = 1.0 / min(self._num_samples, _MEMORY)
+        self._mean_prefill += rate * (prefill_rows - self._mean_prefill)
+        self._mean_ms += rate * (forward_ms - self._mean_ms)
         self._until_refresh -= 1
         if self._until_refresh <= 0 and self._num_samples >= MIN_SAMPLES:
             self._until_refresh = _REFRESH
@@ -141,29 +174,43 @@ class MixedCosts:
         return any(found is not None and found.count >= _MIN_IN_BIN for found in near)
 
     def _refresh(self) -> None:
-        slope = self._slope.value
-        self._axis = _curve(list(self._bins.values()), self.prefill_rows, slope) or self._axis
-        drafts = _curve(list(self._drafts.values()), 0.0, 0.0)
-        self._draft_axis = drafts or self._draft_axis
+        self._plane.solve()
+        bins = _settled(self._bins)
+        if bins:
+            self.prefill_rows = self._mean_prefill
+            self._axis = self._step_axis(bins)
+        drafts = _settled(self._drafts)
+        if drafts:
+            requests = np.array([b.rows for b in drafts])
+            self._draft_axis = _axis_of(requests, np.array([b.ms for b in drafts]), 0.0)
+
+    def _step_axis(self, bins: Sequence[_Bin]) -> Axis:
+        """Times over tokens at p0."""
+        plane, prompts = self._plane, self._mean_prefill
+        rows = np.array([b.rows for b in bins])
+        left = np.array(
+            [(b.ms - plane.at(b.rows, b.prefill_rows)) * b.count / (b.count + _FEW) for b in bins]
+        )
+        nodes = np.array([1.0, *rows, 2.0 * rows[-1]])
+        beyond = np.array([0.0, *left, left[-1]])
+        times = np.array([plane.at(v, prompts) for v in nodes]) + beyond
+        own = plane.per_row * prompts
+        least = _LOWEST * self._mean_ms
+        if own > 0.0:
+            own = min(own, _MOST_PROMPTS * float(times[1:].min()))
+        self.prompts_ms = max(own, 0.0)
+        return _axis_of(nodes, np.maximum(times, self.prompts_ms + least), prompts)
 
 
-def _curve(bins: Sequence[_Bin], prefill_rows: float, slope: float) -> Axis | None:
-    """Times over tokens at a number of prefill rows; None: no bin is settled yet."""
-    bins = sorted((b for b in bins if b.count >= _MIN_IN_BIN), key=lambda b: b.rows)
-    if not bins:
-        return None
-    rows = np.array([b.rows for b in bins])
-    ms = np.array([b.ms + slope * (prefill_rows - b.prefill_rows) for b in bins])
-    ms = np.maximum(ms, _LOWEST * np.array([b.ms for b in bins]))
-    weight = np.array([float(min(b.count, _MEMORY)) for b in bins])
-    if rows[-1] >= _MIN_SPAN * rows[0]:
-        slope = max(slope, _least_squares(rows, ms, weight))
-    ms = _isotonic(ms, weight)
-    below = min(max(ms[0] - slope * (rows[0] - 1.0), _LOWEST * ms[0]), ms[0])
-    nodes = np.array([1.0, *rows, 2.0 * rows[-1]])
-    times = np.array([below, *ms, ms[-1] + slope * rows[-1]])
-    sizes = np.unique(np.rint(nodes + prefill_rows).astype(np.int64))
-    return tuple(sizes.tolist()), sizes, np.interp(sizes, nodes + prefill_rows, times)
+def _settled(bins: Mapping[int, _Bin]) -> list[_Bin]:
+    return sorted((b for b in bins.values() if b.count >= _MIN_IN_BIN), key=lambda b: b.rows)
+
+
+def _axis_of(nodes: Float64Array, ms: Float64Array, more: float) -> Axis:
+    """Times that never fall, at whole numbers of nodes + more."""
+    rising = np.maximum.accumulate(ms)
+    sizes = np.unique(np.rint(nodes + more).astype(np.int64))
+    return tuple(sizes.tolist()), sizes, np.interp(sizes, nodes + more, rising)
 
 
 def _bin_of(size: int) -> int:
@@ -171,23 +218,4 @@ def _bin_of(size: int) -> int:
 
 
 def _is_time(ms: float) -> bool:
-    return math.isfinite(ms) and ms > 0.0
-
-
-def _least_squares(size: Float64Array, ms: Float64Array, weight: Float64Array) -> float:
-    """Weighted slope; the sizes differ."""
-    centred = size - (weight * size).sum() / weight.sum()
-    return float((weight * centred * ms).sum() / (weight * centred**2).sum())
-
-
-def _isotonic(ms: Float64Array, weight: Float64Array) -> Float64Array:
-    """Nearest non-decreasing values (pool adjacent violators), weighted."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, members
-    for value, share in zip(ms.tolist(), weight.tolist(), strict=True):
-        mean, total, members = value, share, 1
-        while pools and pools[-1][0] > mean:
-            before, mass, count = pools.pop()
-            mean = (before * mass + mean * total) / (mass + total)
-            total, members = total + mass, members + count
-        pools.append((mean, total, members))
-    return np.repeat([mean for mean, _, _ in pools], [members for _, _, members in pools])
+    return _SHORTEST < ms < _LONGEST

@@ -195,6 +195,12 @@ class CostModel:
         """Prefill rows that prices of mixed steps are about: the mean of those timed lately."""
         return round(self._mixed.prefill_rows)
 
+    def prompts_ms(self, mode: StepMode) -> float:
+        """Time of the prefill rows in a step of this mode, as far as it is known apart."""
+        if mode is not StepMode.MIXED or self._has_mixed_grid:
+            return 0.0
+        return self._mixed.prompts_ms
+
     def served_mixed(self, rows: int) -> bool:
         """Whether mixed steps with about so many rows of decoding requests have been timed."""
         return self._has_mixed_grid or self._mixed.served(rows)

@@ -48,6 +48,7 @@ from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan
 from vllm_dspark.planning.promises import Evaluation, Promises, any_of
 from vllm_dspark.planning.repeat import Repetition
 from vllm_dspark.planning.table import RequestBatch
+from vllm_dspark.planning.usual import UsualSteps
 from vllm_dspark.planning.width import WidthReason, WidthSelector
 
 IntArray = npt.NDArray[np.integer]
@@ -75,6 +76,7 @@ class Planner:
         self._probing = False  # the last step drafted only to look
         self._unjudged = 0  # consecutive steps with prefill rows
         self._since_trial = 0  # mixed steps since another size was tried, while one is to be
+        self._usual = UsualSteps()
         self._repetition = Repetition()
         self._explorer = Explorer()
 
@@ -113,9 +115,8 @@ class Planner:
             self._keep_or_end_pause(reason)
             return self._finish(self._native(facts, batch, reason, None))
         self._unjudged = 0
-        promises = Promises(self._prices, self.options, facts, batch)
-        seen = promises.evaluate()
-        trim = self._choose_width(batch, promises, seen)
+        promises, seen = self._evaluate(facts, batch)
+        trim = seen.trim.option
         if seen.native is None or (trim is None and seen.skip is None):
             self.selector.reset()
             return self._finish(self._native(facts, batch, Reason.UNPRICED, None))
@@ -125,7 +126,7 @@ class Planner:
             seen.skip.goodput if seen.skip else 0.0,
         )
         may_try = self._prices.online and bool(seen.promised) and not draining
-        may_try &= facts.mode is not StepMode.MIXED
+        may_try &= facts.mode is not StepMode.MIXED and seen.about is facts
         tried = self._trial_step(facts, batch, promises, seen) if may_try else None
         if tried is not None:
             return self._finish(tried)
@@ -164,6 +165,20 @@ class Planner:
         if draining and plan.kind is PlanKind.TRIM:
             return None
         return self._finish(plan)
+
+    def _evaluate(self, facts: StepFacts, batch: RequestBatch) -> tuple[Promises, Evaluation]:
+        """What the step promises, and what kinds and widths promise in steps as they mostly are."""
+        promises = Promises(self._prices, self.options, facts, batch)
+        usual = self._usual.instead_of(facts) if self.trims_mixed else None
+        if usual is None:
+            seen = promises.evaluate()
+            self._choose_width(batch, promises, seen)
+            return promises, seen
+        others = Promises(self._prices, self.options, usual, batch)
+        seen = others.evaluate()
+        seen.incomplete = True  # budgets are for what is here
+        self._choose_width(batch, others, seen)
+        return promises, seen
 
     # ---- before any arithmetic
 
@@ -236,19 +251,16 @@ class Planner:
             self._widths = found
         return found
 
-    def _choose_width(
-        self, batch: RequestBatch, promises: Promises, seen: Evaluation
-    ) -> Option | None:
-        """Decide the width of the passes of trimmed steps; what a trimmed step then promises."""
+    def _choose_width(self, batch: RequestBatch, promises: Promises, seen: Evaluation) -> None:
+        """Decide the width of the passes of trimmed steps: that of `seen.trim` from now on."""
         selector = self._selector(batch.num_positions)
         offered = self.options.choose_width and self._prices.prices_widths
         if not offered or seen.trim.option is None or any_of(batch.reserved):
             selector.reset()
-            return seen.trim.option
+            return
         promised = [*promises.narrower(seen.survival, selector.widths[:-1]), seen.trim]
         seen.promised = promised
         seen.trim = promised[selector.select([promise.goodput for promise in promised])]
-        return seen.trim.option
 
     def _next_pass(self, batch: RequestBatch) -> DraftPass:
         """The pass that ends this step, unless drafting is skipped."""

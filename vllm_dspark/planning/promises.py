@@ -52,6 +52,7 @@ class Evaluation:
     survival: FloatArray  # [K, n]
     full: Ranking  # of all K drafts of each request
     incomplete: bool  # some drafts are missing, so the promises are about later steps
+    about: StepFacts  # the step that the promises are about
     promised: list[Promise] = field(default_factory=list)  # of all widths, if that is a choice
 
 
@@ -70,6 +71,7 @@ class Promises:
             base=facts.reserved_rows + num_requests,
             num_sampling=facts.reserved_sampling + num_requests,
             kv_tokens=facts.kv_tokens,
+            prompts_ms=prices.prompts_ms(facts.mode),
         )
         self._overhead = prices.table.overhead_ms
         self._allocation = prices.table.allocation_ms if options.device_windows else 0.0
@@ -99,7 +101,9 @@ class Promises:
                 self._prices, facts.mode, StepShape.SINGLE, self._rows, 0, 0.0, self._overhead
             )
         incomplete = int(np.add.reduce(batch.num_drafts)) < num_requests * width
-        return Evaluation(native, Promise(width, trim, ranking), skip, alive, ranking, incomplete)
+        return Evaluation(
+            native, Promise(width, trim, ranking), skip, alive, ranking, incomplete, facts
+        )
 
     def narrower(self, alive: FloatArray, widths: Sequence[int]) -> list[Promise]:
         """Promises of draft passes of these widths, each < K; alive: survival [K, n]."""
@@ -169,7 +173,7 @@ class Promises:
         if columns:
             ms += self._draft_ms(columns)
         gain = float(ranking.gains(np.array([budget]))[0])
-        return Option(budget, padded, ms, rows.num_sampling + gain)
+        return Option(budget, padded, ms, rows.num_sampling + gain, rows.prompts_ms)
 
     def probe(self, ranking: Ranking) -> Option | None:
         """As many drafts as fill the first padded size with room for K of them."""
