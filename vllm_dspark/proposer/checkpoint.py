@@ -21,6 +21,11 @@ from vllm_dspark.proposer.tensors import (
     layers_are_known,
     linear_layers,
 )
+from vllm_dspark.proposer.values import check_finite
+
+# How offsets into a vocabulary may be stored, and how exporters store quantised weights.
+OFFSETS = ("I64", "I32")
+CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
 
 FindingKind = Literal["no_confidence_head", "layers_unchecked"]
 
@@ -79,7 +84,10 @@ def _optional(spec: DrafterSpec, target: TargetShape) -> set[str]:
 def check_checkpoint(folder: str | Path, spec: DrafterSpec, target: TargetShape) -> CheckedDrafter:
     """Refuse a checkpoint that is not exactly what its config and the target need."""
     spec.check_target(target)
-    return check_tensors(read_inventory(folder), spec, target, str(folder))
+    checked = check_tensors(read_inventory(folder), spec, target, str(folder))
+    used = {name: tensor for name, tensor in checked.tensors.items() if name not in IGNORED}
+    check_finite(used, str(folder))
+    return checked
 
 
 def check_tensors(
@@ -110,7 +118,7 @@ def check_tensors(
     mistyped = [
         f"{n} ({tensors[n].dtype})"
         for n in shapes
-        if n in tensors and (tensors[n].dtype in FLOATS) == (n == "d2t")
+        if n in tensors and tensors[n].dtype not in (OFFSETS if n == "d2t" else FLOATS)
     ]
     problems = [
         f"{what}: {listed(names)}"
@@ -198,7 +206,9 @@ def _findings(
 
 def _hint(missing: list[str], unexpected: list[str], mistyped: list[str], spec: DrafterSpec) -> str:
     """The likely cause, where the names give it away."""
-    if mistyped and spec.quantization is None:
+    codes = tuple(f"({code})" for code in CODES)
+    coded = any(n.endswith(codes) and not n.startswith("d2t ") for n in mistyped)
+    if coded and spec.quantization is None:
         return ": the weights are quantised, but config.json has no quantization_config"
     if any(n.startswith("lm_head.") for n in unexpected + mistyped):
         return ': leave the lm_head plain when exporting ("ignore": ["lm_head"])'

@@ -14,6 +14,8 @@ from vllm_dspark.proposer.keys import Keys
 # What one stored element of a packed weight holds: 32 bits.
 WORD_BITS = 32
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "modelopt")
+# compressed-tensors' names of layouts that are described here
+LAYOUTS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "dense")
 
 Shape = tuple[int, ...]
 
@@ -123,6 +125,8 @@ def _compressed(section: Keys) -> QuantScheme:
         )
     bits, group, block = schemes.pop() if schemes else (8, 0, None)
     layout = section.text("format", "float-quantized")
+    if layout not in LAYOUTS:
+        raise section.bad("format", layout, f"known are {', '.join(LAYOUTS)}: export with one")
     return QuantScheme("compressed-tensors", layout, bits, group, block)
 
 
