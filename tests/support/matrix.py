@@ -165,7 +165,16 @@ SECTIONS: tuple[Section, ...] = (
             Row(
                 "damaged or hostile files",
                 "error; nothing in a file is executed",
-                (f"{FORMATS}test_fuzz.py::*",),
+                (f"{FORMATS}test_fuzz.py::*", f"{FORMATS}test_broken.py::*"),
+            ),
+            Row("weights with NaN or infinity", "error", (f"{FORMATS}test_values.py::*",)),
+            Row(
+                "LongRoPE, dynamic RoPE with alpha",
+                "error by name",
+                (
+                    f"{FORMATS}test_semantics.py::test_rotary_tables_that*",
+                    f"{FORMATS}test_semantics.py::test_dynamic*",
+                ),
             ),
         ),
     ),
@@ -186,6 +195,11 @@ SECTIONS: tuple[Section, ...] = (
                 "requests that end at max_model_len",
                 "works",
                 ("tests/integration/test_pressure.py::test_context_ends*",),
+            ),
+            Row(
+                "max_model_len shorter than a block",
+                "works",
+                (f"{FORMATS}test_tiny_lengths.py::*",),
             ),
             Row(
                 "small token budgets, chunked prefill",

@@ -12,6 +12,7 @@ from typing import Literal
 
 from vllm_dspark.errors import DrafterError
 from vllm_dspark.proposer.inventory import FLOATS, StoredTensor, listed, read_inventory
+from vllm_dspark.proposer.quantization import stored_types
 from vllm_dspark.proposer.spec import DrafterSpec, TargetShape
 from vllm_dspark.proposer.tensors import (
     IGNORED,
@@ -115,7 +116,7 @@ def check_tensors(
         for n, shape in shapes.items()
         if n in tensors and tensors[n].shape != shape
     ]
-    mistyped = [
+    mistyped = packed.mistyped + [
         f"{n} ({tensors[n].dtype})"
         for n in shapes
         if n in tensors and tensors[n].dtype not in (OFFSETS if n == "d2t" else FLOATS)
@@ -148,6 +149,7 @@ class _Packed:
     known: set[str]
     missing: list[str]
     misshapen: list[str]
+    mistyped: list[str]
     # layers that vLLM fuses with others which are stored plain
     halves: list[str]
 
@@ -158,7 +160,7 @@ def _packed(tensors: dict[str, StoredTensor], spec: DrafterSpec) -> _Packed:
     A scheme lists layers it leaves alone ("ignore"), by patterns; so what decides is whether the
     layer's plain, floating-point weight is there.
     """
-    found = _Packed([], set(), [], [], [])
+    found = _Packed([], set(), [], [], [], [])
     if spec.quantization is None:
         return found
     for name, (out, into) in linear_layers(spec).items():
@@ -169,12 +171,17 @@ def _packed(tensors: dict[str, StoredTensor], spec: DrafterSpec) -> _Packed:
         required, optional = spec.quantization.tensors(out, into)
         found.modules.append(name)
         found.known.update(f"{name}.{suffix}" for suffix in (*required, *optional))
-        for suffix, allowed in required.items():
-            tensor = tensors.get(f"{name}.{suffix}")
+        for suffix, allowed in (required | optional).items():
+            part = f"{name}.{suffix}"
+            tensor = tensors.get(part)
             if tensor is None:
-                found.missing.append(f"{name}.{suffix}")
-            elif tensor.shape not in allowed:
-                found.misshapen.append(_mismatch(f"{name}.{suffix}", tensor, allowed))
+                found.missing.extend([part] if suffix in required else [])
+                continue
+            if tensor.shape not in allowed:
+                found.misshapen.append(_mismatch(part, tensor, allowed))
+            if tensor.dtype not in stored_types(suffix):
+                types = " or ".join(stored_types(suffix))
+                found.mistyped.append(f"{part} ({tensor.dtype}, expected {types})")
     for name in found.modules:
         others = [other for other in fused_with(spec, name) if other not in found.modules]
         if others:
