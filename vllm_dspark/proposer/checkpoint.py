@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Literal
 
 from vllm_dspark.errors import DrafterError
-from vllm_dspark.proposer.inventory import FLOATS, StoredTensor, listed, read_inventory
+from vllm_dspark.proposer.heads import check_map
+from vllm_dspark.proposer.inventory import (
+    FLOATS,
+    StoredTensor,
+    listed,
+    read_inventory,
+    read_tensor,
+)
 from vllm_dspark.proposer.quantization import stored_types
 from vllm_dspark.proposer.spec import DrafterSpec, TargetShape
 from vllm_dspark.proposer.tensors import (
@@ -88,6 +95,9 @@ def check_checkpoint(folder: str | Path, spec: DrafterSpec, target: TargetShape)
     checked = check_tensors(read_inventory(folder), spec, target, str(folder))
     used = {name: tensor for name, tensor in checked.tensors.items() if name not in IGNORED}
     check_finite(used, str(folder))
+    if checked.has("d2t"):
+        limited = spec.limited_to(target.vocab_size)
+        check_map(limited, read_tensor(checked.tensors["d2t"]), target.vocab_size)
     return checked
 
 
