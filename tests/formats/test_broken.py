@@ -89,6 +89,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "theta inside": (rope(rope_type="default", rope_theta="x"), "(rope_parameters): rope_theta"),
     "rope as text": ({"rope_scaling": "yarn"}, "(rope_scaling): must be a JSON object, not 'yarn'"),
     "rope unknown": (rope(rope_type="twist"), "rope_type = 'twist': needs a table that vLLM's"),
+    "rope by kind of layer": (
+        rope(full_attention={"rope_theta": 1e6}, sliding_attention={"rope_theta": 1e4}),
+        "belong to Gemma4, and vLLM would take the default ones",
+    ),
     "linear without factor": (rope(rope_type="linear"), "required key 'factor' is missing"),
     "YaRN to infinity": (
         rope(rope_type="yarn", factor=1e6, original_max_position_embeddings=2**20),

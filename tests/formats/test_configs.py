@@ -259,5 +259,7 @@ def test_code_beside_a_drafter_is_not_run(pair: Any, tmp_path: Path) -> None:
 def test_a_file_for_a_drafter_is_named(pair: Any, tmp_path: Path) -> None:
     """Catches a hub download, or a stack trace without the path, for the weights' own path."""
     drafter = drafter_of(tmp_path / "drafter", DEEPSPEC)
-    with pytest.raises(ValueError, match=r"local directory specified: .*drafter/model\.safetensors"):
+    with pytest.raises(
+        ValueError, match=r"local directory specified: .*drafter/model\.safetensors"
+    ):
         build(pair.target, drafter / "model.safetensors")

@@ -100,10 +100,12 @@ def test_gemma4_geometry():
         ({"rope_scaling": LLAMA3}, None),
         (
             {
+                "architectures": ["Gemma4DSparkModel"],
+                "model_type": "gemma4_text",
                 "rope_parameters": {
                     "full_attention": {"rope_type": "proportional"},
                     "sliding_attention": {"rope_type": "default"},
-                }
+                },
             },
             None,
         ),

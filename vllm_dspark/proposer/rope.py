@@ -25,13 +25,14 @@ MAX_THETA = 1e12
 MAX_FACTOR = 1e6
 
 
-def rope_limit(layers: Keys, head_dim: int) -> int | None:
+def rope_limit(layers: Keys, head_dim: int, by_kind: bool) -> int | None:
     """Longest context in tokens; None where the table can be made as long as asked for.
 
-    layers: the config (section) that describes the decoder layers. Raises DrafterError for kinds of
+    layers: the config (section) that describes the decoder layers; by_kind: whether its kinds of
+    layers may have positions of their own. Raises DrafterError for kinds of
     rotary embedding that drafters cannot have, and for numbers that none can have.
     """
-    rope = _section(layers)
+    rope = _section(layers, by_kind)
     for keys in (layers, rope):
         keys.number("rope_theta", within=(1.0, MAX_THETA))
         part = keys.number("partial_rotary_factor", within=(1e-3, 1.0))
@@ -65,11 +66,18 @@ def rope_limit(layers: Keys, head_dim: int) -> int | None:
     return limit
 
 
-def _section(layers: Keys) -> Keys:
+def _section(layers: Keys, by_kind: bool) -> Keys:
     # transformers 5 calls it rope_parameters, older exports rope_scaling
     key = "rope_parameters" if layers.config.get("rope_parameters") else "rope_scaling"
     rope = layers.section(key)
-    if isinstance(rope.config.get("full_attention"), dict):  # Gemma4: one entry per kind of layer
+    if isinstance(rope.config.get("full_attention"), dict):  # one entry per kind of layer
+        if not by_kind:
+            raise layers.bad(
+                key,
+                rope.config,
+                "positions by kind of layer belong to Gemma4, and vLLM would take the default ones "
+                'for these layers: give one object, {"rope_type": ..., "rope_theta": ...}',
+            )
         rope = rope.section("full_attention")
     return rope
 

@@ -303,7 +303,7 @@ def _common(keys: Keys, layers: Keys, backbone: Backbone) -> dict[str, Any]:
         "tied": layers.flag("tie_word_embeddings", False),
         "sliding_windows": _sliding_windows(layers),
         "sliding_non_causal": keys.flag("sliding_window_non_causal", False),
-        "max_context": rope_limit(layers, geometry["head_dim"]),
+        "max_context": rope_limit(layers, geometry["head_dim"], backbone != "qwen3"),
         "quantization": parse_quantization(keys),
         **geometry,
     }
