@@ -69,7 +69,10 @@ SECTIONS: tuple[Section, ...] = (
             Row(
                 "plain drafter beside a quantised target",
                 "works",
-                (f"{FORMATS}test_quantised_engine.py::*bf16*",),
+                (
+                    f"{FORMATS}test_quantised_engine.py::*bf16*",
+                    f"{FORMATS}test_quantised_engine.py::*fp16*",
+                ),
             ),
             Row(
                 "embedded in DeepSeek-V4 (mtp.*)",
