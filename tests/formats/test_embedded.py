@@ -109,6 +109,16 @@ def test_tensors_of_another_type_are_named(tmp_path):
         check(tmp_path, tensors)
 
 
+@pytest.mark.parametrize(
+    "name", ["mtp.2.confidence_head.proj.weight", "mtp.2.markov_head.markov_w2.weight"]
+)
+def test_heads_that_hold_no_numbers_are_named(tmp_path, name):
+    tensors = tensors_of()
+    tensors[name].view(-1)[3] = float("nan")
+    with pytest.raises(DrafterError, match=rf"NaN or infinity\): {name} \(1 of "):
+        check(tmp_path, tensors)
+
+
 def test_a_plain_mtp_checkpoint_is_not_a_drafter(tmp_path):
     with pytest.raises(DrafterError, match="holds no DSpark drafter"):
         check(tmp_path, {"mtp.0.e_proj.weight": torch.zeros(16, 16)})

@@ -18,6 +18,7 @@ from vllm_dspark.proposer.checkpoint import Finding
 from vllm_dspark.proposer.inventory import FLOATS, StoredTensor, listed, read_inventory
 from vllm_dspark.proposer.keys import Keys
 from vllm_dspark.proposer.spec import MAX_BLOCK
+from vllm_dspark.proposer.values import check_finite
 
 Shape = tuple[int, ...]
 
@@ -276,6 +277,8 @@ def check_stages(folder: str | Path, spec: StageSpec) -> CheckedStages:
             f"{folder} does not hold the mtp.* tensors that its config.json describes; "
             f"{'; '.join(problems)}: {hint}"
         )
+    # Linear layers are left out: they hold nearly all of the bytes, tens of gigabytes.
+    check_finite({name: t for name, t in tensors.items() if name not in linear}, str(folder))
     return CheckedStages(spec, tensors, tuple(_findings(spec, confidence in tensors)))
 
 
