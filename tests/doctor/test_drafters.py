@@ -52,7 +52,7 @@ def test_no_claim_about_classes_without_vllm(
         raise ContractError(path)
 
     monkeypatch.setattr(drafter, "installed_source", missing)
-    made = subject(tmp_path, *CLEAN, drafter={"architectures": ["FooModel"]})
+    made = subject(tmp_path, *CLEAN, drafter={"architectures": ["FooDSparkModel"]})
     assert not named(findings(made), "drafter_class")
 
 

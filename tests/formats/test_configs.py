@@ -243,3 +243,23 @@ def test_embedded_keys_without_a_drafter_inside(pair: Any) -> None:
     """Catches a plain target started with "method": "dspark" and no model."""
     with pytest.raises(DrafterError, match=r"no drafter.*none inside.*add \"model\""):
         engine_args(pair.target, {"method": "dspark"}).create_engine_config()
+
+
+def test_code_beside_a_drafter_is_not_run(pair: Any, tmp_path: Path) -> None:
+    """Catches a config that names a class of its own, which transformers would import."""
+    drafter, proof = drafter_of(tmp_path / "drafter", DEEPSPEC), tmp_path / "executed"
+    (drafter / "evil.py").write_text(f"open({str(proof)!r}, 'w').close()\n")
+    config = json.loads((drafter / "config.json").read_text())
+    names = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
+    (drafter / "config.json").write_text(json.dumps({**config, "auto_map": names}))
+    assert build(pair.target, drafter).speculative_config.num_speculative_tokens == 5
+    assert not proof.exists()
+
+
+def test_a_file_for_a_drafter_is_named(pair: Any, tmp_path: Path) -> None:
+    """Catches a hub download, or a stack trace without the path, for the weights' own path."""
+    drafter = drafter_of(tmp_path / "drafter", DEEPSPEC)
+    with pytest.raises(
+        ValueError, match=r"local directory specified: .*drafter/model\.safetensors"
+    ):
+        build(pair.target, drafter / "model.safetensors")

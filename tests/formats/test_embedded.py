@@ -100,6 +100,25 @@ def test_problems_are_named(tmp_path):
     assert "wrong shape: mtp.2.norm.weight [3], expected [16]" in message
 
 
+def test_tensors_of_another_type_are_named(tmp_path):
+    """Catches codes read as numbers where nothing is ever quantised."""
+    tensors = tensors_of()
+    tensors["mtp.2.markov_head.markov_w1.weight"] = torch.zeros(50, 4, dtype=torch.int64)
+    tensors["mtp.0.attn.attn_sink"] = torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(DrafterError, match=r"wrong type: mtp.0.attn.attn_sink \(U8\), .*w1.*I64"):
+        check(tmp_path, tensors)
+
+
+@pytest.mark.parametrize(
+    "name", ["mtp.2.confidence_head.proj.weight", "mtp.2.markov_head.markov_w2.weight"]
+)
+def test_heads_that_hold_no_numbers_are_named(tmp_path, name):
+    tensors = tensors_of()
+    tensors[name].view(-1)[3] = float("nan")
+    with pytest.raises(DrafterError, match=rf"NaN or infinity\): {name} \(1 of "):
+        check(tmp_path, tensors)
+
+
 def test_a_plain_mtp_checkpoint_is_not_a_drafter(tmp_path):
     with pytest.raises(DrafterError, match="holds no DSpark drafter"):
         check(tmp_path, {"mtp.0.e_proj.weight": torch.zeros(16, 16)})
@@ -129,7 +148,12 @@ def test_width():
         ({"dspark_target_layer_ids": [-1, 2]}, "must be layers 0..5"),
         ({"dspark_markov_head_type": "rnn"}, "vanilla heads"),
         ({"dspark_markov_rank": 0}, "dspark_markov_rank = 0"),
-        ({"n_mtp_layers": 65}, "at most 64"),
+        ({"n_mtp_layers": 65}, "n_mtp_layers = 65: must be an integer >= 1 and <= 64"),
+        ({"n_mtp_layers": 0}, "n_mtp_layers = 0"),
+        ({"n_mtp_layers": None, "num_nextn_predict_layers": "2"}, "predict_layers = '2'"),
+        ({"dspark_n_routed_experts": "4"}, "dspark_n_routed_experts = '4'"),
+        ({"dspark_n_routed_experts": 2**30}, "and <= 16384"),
+        ({"dspark_block_size": 2**30}, "dspark_block_size = 1073741824"),
         ({"o_groups": 3}, "must divide the 4 heads"),
         ({"qk_rope_head_dim": 5}, "must be even"),
         ({"num_experts_per_tok": 9}, "exceeds 4 experts"),

@@ -8,6 +8,7 @@ from tests.proposer.checkpoints import TARGET, random_tensors, spec_of
 from vllm_dspark.errors import DrafterError
 from vllm_dspark.proposer.checkpoint import check_tensors
 from vllm_dspark.proposer.inventory import StoredTensor
+from vllm_dspark.proposer.quantization import stored_types
 from vllm_dspark.proposer.tensors import linear_layers
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "num_attention_heads": 4}
@@ -48,9 +49,7 @@ def inventory(spec):
         del found[f"{name}.weight"]
         required, _ = spec.quantization.tensors(out, into)
         for suffix, shapes in required.items():
-            found[f"{name}.{suffix}"] = stored(
-                shapes[-1], "F8_E4M3" if suffix == "weight" else "I32"
-            )
+            found[f"{name}.{suffix}"] = stored(shapes[-1], stored_types(suffix)[0])
     return found
 
 
@@ -84,6 +83,29 @@ def test_a_scale_of_another_group_size_is_named(name):
     tensors[victim] = stored((3, 7), "F32")
     with pytest.raises(DrafterError, match=r"k_proj.*\[3, 7\], expected"):
         check_tensors(tensors, spec, TARGET_32, name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parts_of_another_type_are_named(name):
+    """Catches scales for codes, and codes for scales: of the right shape, they would load."""
+    spec = quantised(CONFIGS[name])
+    for suffix in spec.quantization.tensors(64, 32)[0]:
+        tensors = inventory(spec)
+        victim = f"layers.1.mlp.gate_proj.{suffix}"
+        tensors[victim] = dataclasses.replace(tensors[victim], dtype="U16")
+        with pytest.raises(DrafterError, match=rf"wrong type: {victim} \(U16, expected "):
+            check_tensors(tensors, spec, TARGET_32, name)
+
+
+def test_optional_parts_of_another_shape_are_named():
+    """Catches zero points that vLLM's loader would end at, without the tensor's name."""
+    spec = quantised(W4A16)
+    tensors = inventory(spec)
+    tensors["layers.0.mlp.up_proj.weight_zero_point"] = stored((8, 2), "I32")
+    check_tensors(tensors, spec, TARGET_32, "asymmetric")
+    tensors["layers.0.mlp.up_proj.weight_zero_point"] = stored((64, 2), "I32")
+    with pytest.raises(DrafterError, match=r"zero_point \[64, 2\], expected \[8, 2\]"):
+        check_tensors(tensors, spec, TARGET_32, "asymmetric")
 
 
 def left_plain(tensors, spec, *layers):

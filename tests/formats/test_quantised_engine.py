@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.integration.scenarios import generate, make_prompts, params
 from tests.integration.test_equality import expect_equal
@@ -34,9 +36,20 @@ def wanted(target: Path) -> list:
         return generate(llm, make_prompts(94), params(32))
 
 
+def stored_as(dtype: torch.dtype) -> Callable[[Path], None]:
+    """Plain weights, in a type that need not be the engine's."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        save_file({n: t.to(dtype) for n, t in tensors.items()}, folder / "model.safetensors")
+
+    return change
+
+
 # What exporters do: `fc` stays plain in all; the ignore list names it, or says nothing of it.
 DRAFTERS: dict[str, Callable[[Path], object]] = {
-    "bf16 drafter": lambda folder: None,
+    "bf16 drafter": stored_as(torch.bfloat16),
+    "fp16 drafter": stored_as(torch.float16),
     "4-bit drafter": lambda folder: quantise.int4(folder, ignore=("lm_head", "fc")),
     "4-bit drafter, lists incomplete": lambda folder: quantise.int4(
         folder, plain=("layers.1.mlp.down_proj",)

@@ -6,6 +6,7 @@ from tests.proposer.checkpoints import DEEPSPEC, SPECULATORS, spec_of
 from vllm_dspark.errors import DrafterError
 
 LAYERS = SPECULATORS["transformer_layer_config"]
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def speculators(layers=None, **changes):
@@ -79,6 +80,7 @@ def test_gemma4_geometry():
     """DeepSpec builds Gemma4 drafters of global layers only."""
     base = {
         "architectures": ["Gemma4DSparkModel"],
+        "model_type": "gemma4_text",
         "global_head_dim": 8,
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
@@ -95,13 +97,15 @@ def test_gemma4_geometry():
         ({}, None),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, None),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, None),
+        ({"rope_scaling": LLAMA3}, None),
         (
             {
+                "architectures": ["Gemma4DSparkModel"],
+                "model_type": "gemma4_text",
                 "rope_parameters": {
                     "full_attention": {"rope_type": "proportional"},
                     "sliding_attention": {"rope_type": "default"},
-                }
+                },
             },
             None,
         ),
@@ -114,6 +118,18 @@ def test_gemma4_geometry():
                 }
             },
             8192,
+        ),
+        (
+            # transformers lets what stands outside the section count
+            {
+                "original_max_position_embeddings": 1024,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 2048,
+                },
+            },
+            4096,
         ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 4096),
     ],
@@ -128,6 +144,19 @@ def test_rotary_tables_that_drafters_cannot_have_are_refused(key, kind):
     """vLLM ended in an AttributeError while it loaded such a drafter."""
     with pytest.raises(DrafterError, match=f"{kind}.*use one of"):
         spec_of(max_position_embeddings=4096, rope_scaling={key: kind, "factor": 4.0})
+
+
+@pytest.mark.parametrize("key", ["alpha", "max_trained_positions"])
+def test_dynamic_positions_of_another_kind_are_refused_by_name(key):
+    """Catches NTK-alpha: vLLM scales the base by it, the layers a drafter is trained with do not.
+
+    So drafts would be read off other positions than trained, with hardly one accepted.
+    """
+    rope = {"rope_type": "dynamic", "factor": 1.0, key: 1000.0}
+    with pytest.raises(DrafterError, match=rf"rope_scaling.*{key} = 1000.0.*take it out.*rope_th"):
+        spec_of(max_position_embeddings=4096, rope_scaling=rope)
+    linear = {"rope_type": "linear", "factor": 2.0, key: 1000.0}  # nobody reads it there
+    assert spec_of(max_position_embeddings=4096, rope_scaling=linear).max_context is None
 
 
 def test_tied_heads():

@@ -151,6 +151,21 @@ class TestExactNumbers:
         assert metrics.per_step_accepted == [4, 2]
         assert metrics.per_step_drafted == [4, 4]
 
+    def test_a_prompt_of_one_token_that_joins_others(self, llm):
+        """Catches vLLM's padding of such a prompt counted as drafts that were rejected."""
+        engine_ = llm.llm_engine
+        engine_.add_request("first", prompt(1), params(max_tokens=21))
+        for _ in range(3):
+            engine_.step()
+        engine_.add_request("joins", {"prompt_token_ids": [7]}, params(max_tokens=11))
+        ended = {}
+        while engine_.has_unfinished_requests():
+            ended |= {o.request_id: o.outputs[0] for o in engine_.step() if o.finished}
+        metrics = ended["joins"].spec_decode_metrics
+        assert metrics.per_step_drafted == metrics.per_step_accepted == [4, 4]
+        assert metrics.histogram == [0, 0, 0, 0, 2] and metrics.num_draft_tokens == 8
+        assert ended["first"].spec_decode_metrics.per_step_drafted == [4] * 4
+
     def test_judged_leaves_out_what_is_behind_a_stop(self, llm):
         _, rose = run(llm, [prompt(1)], params(max_tokens=8))
         assert rose("dspark_judged_tokens") == rose("dspark_accepted_tokens") == 6

@@ -270,11 +270,18 @@ class TestTotals:
 
 
 class TestCorrections:
+    @staticmethod
+    def requests(metrics):
+        return {
+            name: SimpleNamespace(spec_decode_metrics=value, num_in_flight_tokens=1)
+            for name, value in metrics.items()
+        }
+
     def run(self, rows, cuts, on_device=None, metrics=None):
         found, lists = pending(rows)
         corrections = Corrections()
         level = "detailed" if metrics else "none"
-        requests = {n: SimpleNamespace(spec_decode_metrics=m) for n, m in (metrics or {}).items()}
+        requests = self.requests(metrics or {})
         scheduler = SimpleNamespace(spec_decode_metrics_level=level, requests=requests)
         corrections.begin(scheduler, found.request_ids)
         stats = corrections.stats = SpecDecodingStats.new(K)
@@ -317,6 +324,25 @@ class TestCorrections:
         assert metrics["a"].per_step_accepted == [2]
         assert metrics["b"].per_step_drafted == [2]
         assert metrics["b"].num_draft_tokens == 2
+
+    def test_padding_of_single_requests_is_nothing_either(self):
+        """Catches the slots of a one-token prompt counted as its own rejected drafts."""
+        metrics = {name: RequestSpecDecodeMetrics.new(K) for name in ("old", "new", "resumed")}
+        metrics["resumed"].observe(3, 2, detailed=True)
+        found, _ = pending({"old": (4, 4, 3)})
+        corrections = Corrections()
+        requests = self.requests(metrics)
+        scheduler = SimpleNamespace(spec_decode_metrics_level="detailed", requests=requests)
+        corrections.begin(scheduler, ["old"])
+        metrics["old"].observe(4, 2, detailed=True)
+        metrics["new"].observe(K, 0, detailed=True)
+        metrics["resumed"].observe(K, 0, detailed=True)
+        corrections.apply(found.finish(None, None))
+        assert metrics["new"] == RequestSpecDecodeMetrics.new(K)
+        assert (metrics["old"].histogram, metrics["old"].num_draft_tokens) == ([0, 0, 1, 0, 0], 4)
+        assert metrics["resumed"].per_step_drafted == [3] and metrics["resumed"].histogram[0] == 0
+        assert metrics["resumed"].per_step_accepted == [2]
+        assert metrics["resumed"].num_draft_tokens == 3
 
     def test_vllm_without_stats_stays_without(self):
         corrections = Corrections()

@@ -13,6 +13,7 @@ TARGET = TargetShape(vocab_size=50, hidden_size=16, num_layers=6)
 
 DEEPSPEC = {
     "architectures": ["Qwen3DSparkModel"],
+    "model_type": "qwen3",
     "block_size": 7,
     "mask_token_id": 49,
     "target_layer_ids": [-1, 2, 5],

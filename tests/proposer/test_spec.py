@@ -45,7 +45,10 @@ def test_an_overlong_recorded_width_is_capped_to_the_block():
 
 def test_gemma_style_cap_and_scale():
     spec = spec_of(
-        final_logit_softcapping=30.0, logit_scale=0.5, architectures=["Gemma4DSparkModel"]
+        final_logit_softcapping=30.0,
+        logit_scale=0.5,
+        architectures=["Gemma4DSparkModel"],
+        model_type="gemma4_text",
     )
     assert spec.soft_cap == 30.0 and spec.logit_scale == 0.5
 

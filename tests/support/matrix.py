@@ -69,7 +69,10 @@ SECTIONS: tuple[Section, ...] = (
             Row(
                 "plain drafter beside a quantised target",
                 "works",
-                (f"{FORMATS}test_quantised_engine.py::*bf16*",),
+                (
+                    f"{FORMATS}test_quantised_engine.py::*bf16*",
+                    f"{FORMATS}test_quantised_engine.py::*fp16*",
+                ),
             ),
             Row(
                 "embedded in DeepSeek-V4 (mtp.*)",
@@ -165,7 +168,16 @@ SECTIONS: tuple[Section, ...] = (
             Row(
                 "damaged or hostile files",
                 "error; nothing in a file is executed",
-                (f"{FORMATS}test_fuzz.py::*",),
+                (f"{FORMATS}test_fuzz.py::*", f"{FORMATS}test_broken.py::*"),
+            ),
+            Row("weights with NaN or infinity", "error", (f"{FORMATS}test_values.py::*",)),
+            Row(
+                "LongRoPE, dynamic RoPE with alpha",
+                "error by name",
+                (
+                    f"{FORMATS}test_semantics.py::test_rotary_tables_that*",
+                    f"{FORMATS}test_semantics.py::test_dynamic*",
+                ),
             ),
         ),
     ),
@@ -186,6 +198,11 @@ SECTIONS: tuple[Section, ...] = (
                 "requests that end at max_model_len",
                 "works",
                 ("tests/integration/test_pressure.py::test_context_ends*",),
+            ),
+            Row(
+                "max_model_len shorter than a block",
+                "works",
+                (f"{FORMATS}test_tiny_lengths.py::*",),
             ),
             Row(
                 "small token budgets, chunked prefill",

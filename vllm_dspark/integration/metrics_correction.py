@@ -7,6 +7,7 @@ object is handed out by reference, so it is filled again once vLLM's update is o
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_dspark.integration.outcomes import StepOutcomes
@@ -33,25 +34,57 @@ def emitting(outputs: Mapping[int, Any], order: StepOrder) -> set[str] | None:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What vLLM had counted of a request without drafts before an update."""
+
+    metrics: Any
+    num_draft_tokens: int
+    num_none_accepted: int
+    num_steps: int
+
+    @classmethod
+    def of(cls, metrics: Any) -> "_Before":
+        steps = len(metrics.per_step_accepted)
+        return cls(metrics, metrics.num_draft_tokens, metrics.histogram[0], steps)
+
+    def restore(self) -> None:
+        """Padding adds a step of so many drafts of which none was accepted."""
+        self.metrics.num_draft_tokens = self.num_draft_tokens
+        self.metrics.histogram[0] = self.num_none_accepted
+        del self.metrics.per_step_accepted[self.num_steps :]
+        del self.metrics.per_step_drafted[self.num_steps :]
+
+
 class Corrections:
     """Of one scheduler; used around each `update_from_output`."""
 
     def __init__(self) -> None:
         self.stats: Any = None  # vLLM's, of the update under way; it counts for the first request
-        self._of_request: dict[str, Any] = {}  # per-request metrics, where the user asked for them
+        # Metrics of single requests, where the user asked for them: with drafts, and without any.
+        self._of_request: dict[str, Any] = {}
+        self._without_drafts: list[_Before] = []
 
     def begin(self, scheduler: Any, request_ids: Sequence[str]) -> None:
-        """Before vLLM's update."""
+        """Before vLLM's update; request_ids: requests of the step that have drafts."""
         self.stats = None
-        self._of_request = {}
-        if per_request(scheduler):
-            for name in request_ids:
-                request = scheduler.requests.get(name)
-                if request is not None and request.spec_decode_metrics is not None:
-                    self._of_request[name] = request.spec_decode_metrics
+        self._of_request, self._without_drafts = {}, []
+        if not per_request(scheduler):
+            return
+        drafting = set(request_ids)
+        for name, request in scheduler.requests.items():
+            metrics = request.spec_decode_metrics
+            if metrics is None or not request.num_in_flight_tokens:
+                continue
+            if name in drafting:
+                self._of_request[name] = metrics
+            else:
+                self._without_drafts.append(_Before.of(metrics))
 
     def apply(self, outcomes: StepOutcomes | None) -> None:
         """After vLLM's update: the numbers of the outcomes in place of vLLM's."""
+        for before in self._without_drafts:
+            before.restore()
         if outcomes is None:
             # vLLM has counted the slots that it pads one-token prompts with, if anything.
             if self.stats is not None:

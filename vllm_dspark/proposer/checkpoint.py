@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Literal
 
 from vllm_dspark.errors import DrafterError
-from vllm_dspark.proposer.inventory import FLOATS, StoredTensor, listed, read_inventory
+from vllm_dspark.proposer.heads import check_map
+from vllm_dspark.proposer.inventory import (
+    FLOATS,
+    StoredTensor,
+    listed,
+    read_inventory,
+    read_tensor,
+)
+from vllm_dspark.proposer.quantization import stored_types
 from vllm_dspark.proposer.spec import DrafterSpec, TargetShape
 from vllm_dspark.proposer.tensors import (
     IGNORED,
@@ -21,6 +29,11 @@ from vllm_dspark.proposer.tensors import (
     layers_are_known,
     linear_layers,
 )
+from vllm_dspark.proposer.values import check_finite
+
+# How offsets into a vocabulary may be stored, and how exporters store quantised weights.
+OFFSETS = ("I64", "I32")
+CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "I32")
 
 FindingKind = Literal["no_confidence_head", "layers_unchecked"]
 
@@ -79,7 +92,13 @@ def _optional(spec: DrafterSpec, target: TargetShape) -> set[str]:
 def check_checkpoint(folder: str | Path, spec: DrafterSpec, target: TargetShape) -> CheckedDrafter:
     """Refuse a checkpoint that is not exactly what its config and the target need."""
     spec.check_target(target)
-    return check_tensors(read_inventory(folder), spec, target, str(folder))
+    checked = check_tensors(read_inventory(folder), spec, target, str(folder))
+    used = {name: tensor for name, tensor in checked.tensors.items() if name not in IGNORED}
+    check_finite(used, str(folder))
+    if checked.has("d2t"):
+        limited = spec.limited_to(target.vocab_size)
+        check_map(limited, read_tensor(checked.tensors["d2t"]), target.vocab_size)
+    return checked
 
 
 def check_tensors(
@@ -107,10 +126,10 @@ def check_tensors(
         for n, shape in shapes.items()
         if n in tensors and tensors[n].shape != shape
     ]
-    mistyped = [
+    mistyped = packed.mistyped + [
         f"{n} ({tensors[n].dtype})"
         for n in shapes
-        if n in tensors and (tensors[n].dtype in FLOATS) == (n == "d2t")
+        if n in tensors and tensors[n].dtype not in (OFFSETS if n == "d2t" else FLOATS)
     ]
     problems = [
         f"{what}: {listed(names)}"
@@ -140,6 +159,7 @@ class _Packed:
     known: set[str]
     missing: list[str]
     misshapen: list[str]
+    mistyped: list[str]
     # layers that vLLM fuses with others which are stored plain
     halves: list[str]
 
@@ -150,7 +170,7 @@ def _packed(tensors: dict[str, StoredTensor], spec: DrafterSpec) -> _Packed:
     A scheme lists layers it leaves alone ("ignore"), by patterns; so what decides is whether the
     layer's plain, floating-point weight is there.
     """
-    found = _Packed([], set(), [], [], [])
+    found = _Packed([], set(), [], [], [], [])
     if spec.quantization is None:
         return found
     for name, (out, into) in linear_layers(spec).items():
@@ -161,12 +181,17 @@ def _packed(tensors: dict[str, StoredTensor], spec: DrafterSpec) -> _Packed:
         required, optional = spec.quantization.tensors(out, into)
         found.modules.append(name)
         found.known.update(f"{name}.{suffix}" for suffix in (*required, *optional))
-        for suffix, allowed in required.items():
-            tensor = tensors.get(f"{name}.{suffix}")
+        for suffix, allowed in (required | optional).items():
+            part = f"{name}.{suffix}"
+            tensor = tensors.get(part)
             if tensor is None:
-                found.missing.append(f"{name}.{suffix}")
-            elif tensor.shape not in allowed:
-                found.misshapen.append(_mismatch(f"{name}.{suffix}", tensor, allowed))
+                found.missing.extend([part] if suffix in required else [])
+                continue
+            if tensor.shape not in allowed:
+                found.misshapen.append(_mismatch(part, tensor, allowed))
+            if tensor.dtype not in stored_types(suffix):
+                types = " or ".join(stored_types(suffix))
+                found.mistyped.append(f"{part} ({tensor.dtype}, expected {types})")
     for name in found.modules:
         others = [other for other in fused_with(spec, name) if other not in found.modules]
         if others:
@@ -198,7 +223,9 @@ def _findings(
 
 def _hint(missing: list[str], unexpected: list[str], mistyped: list[str], spec: DrafterSpec) -> str:
     """The likely cause, where the names give it away."""
-    if mistyped and spec.quantization is None:
+    codes = tuple(f"({code})" for code in CODES)
+    coded = any(n.endswith(codes) and not n.startswith("d2t ") for n in mistyped)
+    if coded and spec.quantization is None:
         return ": the weights are quantised, but config.json has no quantization_config"
     if any(n.startswith("lm_head.") for n in unexpected + mistyped):
         return ': leave the lm_head plain when exporting ("ignore": ["lm_head"])'

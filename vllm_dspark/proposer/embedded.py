@@ -15,14 +15,19 @@ from typing import Any
 
 from vllm_dspark.errors import DrafterError
 from vllm_dspark.proposer.checkpoint import Finding
-from vllm_dspark.proposer.inventory import StoredTensor, listed, read_inventory
+from vllm_dspark.proposer.inventory import FLOATS, StoredTensor, listed, read_inventory
 from vllm_dspark.proposer.keys import Keys
+from vllm_dspark.proposer.spec import MAX_BLOCK
+from vllm_dspark.proposer.values import check_finite
 
 Shape = tuple[int, ...]
 
 STAGE = re.compile(r"^mtp\.(\d+)\.(.+)$")
 MODEL_TYPES = ("deepseek_v4", "deepseek_v41")
 MAX_STAGES = 64
+MAX_EXPERTS = 1 << 14
+# Types in which those are stored.
+CODED = (*FLOATS, "F8_E4M3", "F8_E5M2", "I8", "U8")
 # Weights of these may be stored in fewer bits, with a `.scale` beside them.
 _LINEAR = re.compile(r"(attn\.(wq_a|wq_b|wkv|wo_a|wo_b)|\.w[123]|main_proj)\.weight$")
 
@@ -105,13 +110,18 @@ def read_stages(config: Mapping[str, Any], file: str = "config.json") -> StageSp
     if kind != "vanilla":
         raise keys.bad("dspark_markov_head_type", kind, "embedded drafters have vanilla heads")
     is_v41 = model_type == "deepseek_v41"
-    stages = keys.config.get("n_mtp_layers") or keys.config.get("num_nextn_predict_layers")
+    stages = "n_mtp_layers"
+    if keys.config.get(stages) is None:
+        stages = "num_nextn_predict_layers"
+    experts = "dspark_n_routed_experts"
+    if keys.config.get(experts) is None:
+        experts = "n_routed_experts"
     eps = keys.number("rms_norm_eps") or 1e-6
     spec = StageSpec(
         file=file,
         is_v41=is_v41,
-        block_size=keys.integer("dspark_block_size", 1),
-        num_stages=Keys(file, {"n_mtp_layers": stages}).integer("n_mtp_layers", 1, 3),
+        block_size=keys.integer("dspark_block_size", 1, high=MAX_BLOCK),
+        num_stages=keys.integer(stages, 1, 3, high=MAX_STAGES),
         noise_token_id=keys.integer("dspark_noise_token_id", 0),
         target_layer_ids=keys.layer_ids("dspark_target_layer_ids"),
         markov_rank=keys.integer("dspark_markov_rank", 1),
@@ -125,8 +135,7 @@ def read_stages(config: Mapping[str, Any], file: str = "config.json") -> StageSp
         o_rank=keys.integer("o_lora_rank", 1),
         o_groups=keys.integer("o_groups", 1),
         window=keys.integer("sliding_window", 1, 128),
-        num_experts=keys.config.get("dspark_n_routed_experts")
-        or keys.integer("n_routed_experts", 1),
+        num_experts=keys.integer(experts, 1, high=MAX_EXPERTS),
         active_experts=keys.integer("num_experts_per_tok", 1),
         expert_width=keys.integer("moe_intermediate_size", 1),
         shared_experts=keys.integer("n_shared_experts", 0, 0),
@@ -144,8 +153,6 @@ def read_stages(config: Mapping[str, Any], file: str = "config.json") -> StageSp
 
 
 def _validate(spec: StageSpec, keys: Keys) -> None:
-    if spec.num_stages > MAX_STAGES:
-        raise keys.bad("n_mtp_layers", spec.num_stages, f"must be at most {MAX_STAGES}")
     if spec.noise_token_id >= spec.vocab_size:
         raise keys.bad(
             "dspark_noise_token_id",
@@ -250,7 +257,17 @@ def check_stages(folder: str | Path, spec: StageSpec) -> CheckedStages:
         for name, shape in shapes.items()
         if name in tensors and not _fits(tensors[name], shape, name in linear)
     ]
-    groups = (("missing", missing), ("unexpected", unexpected), ("wrong shape", misshapen))
+    mistyped = [
+        f"{name} ({tensors[name].dtype})"
+        for name in shapes
+        if name in tensors and tensors[name].dtype not in (CODED if name in linear else FLOATS)
+    ]
+    groups = (
+        ("missing", missing),
+        ("unexpected", unexpected),
+        ("wrong shape", misshapen),
+        ("wrong type", mistyped),
+    )
     problems = [f"{what}: {listed(names)}" for what, names in groups if names]
     if problems:
         hint = "fetch the checkpoint again or correct its dspark_* keys"
@@ -260,6 +277,8 @@ def check_stages(folder: str | Path, spec: StageSpec) -> CheckedStages:
             f"{folder} does not hold the mtp.* tensors that its config.json describes; "
             f"{'; '.join(problems)}: {hint}"
         )
+    # Linear layers are left out: they hold nearly all of the bytes, tens of gigabytes.
+    check_finite({name: t for name, t in tensors.items() if name not in linear}, str(folder))
     return CheckedStages(spec, tensors, tuple(_findings(spec, confidence in tensors)))
 
 

@@ -60,20 +60,38 @@ def head_from_tensors(
             bias=take("confidence_head.proj.bias", torch.float32).view(()) if has_bias else None,
             with_markov=spec.confidence_with_markov,
         )
-    d2t = None
-    if spec.draft_vocab_size < target_vocab:
-        d2t = take("d2t", torch.int64)
-    elif "d2t" in tensors and bool(tensors["d2t"].any()):
-        raise DrafterError(
-            f"{spec.file}: d2t moves draft ids although the drafter predicts as many as the target "
-            f"has ({target_vocab}): only a reduced draft vocabulary is mapped"
-        )
+    d2t = take("d2t", torch.int64) if spec.draft_vocab_size < target_vocab else None
     head = DraftHead(markov, confidence, d2t, spec.soft_cap, spec.logit_scale)
-    _check_shapes(spec, head, min(spec.vocab_size, target_vocab))
+    _check_shapes(spec, head)
+    if "d2t" in tensors:
+        check_map(spec, tensors["d2t"], target_vocab)
     return head
 
 
-def _check_shapes(spec: DrafterSpec, head: DraftHead, vocabulary: int) -> None:
+def check_map(spec: DrafterSpec, offsets: torch.Tensor, target_vocab: int) -> None:
+    """Refuse a d2t ([V_d] integer offsets) that does not lead to ids of the target, one each."""
+    if spec.draft_vocab_size >= target_vocab:
+        if bool(offsets.any()):
+            raise DrafterError(
+                f"{spec.file}: d2t moves draft ids although the drafter predicts as many as the "
+                f"target has ({target_vocab}): only a reduced draft vocabulary is mapped"
+            )
+        return
+    vocabulary = min(spec.vocab_size, target_vocab)
+    ids = torch.arange(spec.draft_vocab_size, device=offsets.device) + offsets.to(torch.int64)
+    if bool((ids < 0).any()) or bool((ids >= vocabulary).any()):
+        raise DrafterError(
+            f"{spec.file}: d2t maps draft ids to {int(ids.min())}..{int(ids.max())}, outside "
+            f"the vocabulary of {vocabulary}: d2t must hold offsets, target = id + d2t[id]"
+        )
+    if len(torch.unique(ids)) != len(ids):
+        raise DrafterError(
+            f"{spec.file}: d2t maps two draft ids to one target id: the drafter's "
+            "distribution over target tokens would be undefined; export the drafter's map again"
+        )
+
+
+def _check_shapes(spec: DrafterSpec, head: DraftHead) -> None:
     """A module may have padded its weights; the operations index them unpadded."""
     r, h = spec.markov_rank, spec.hidden_size
     expected: list[tuple[str, torch.Tensor | None, tuple[int, ...]]] = []
@@ -92,17 +110,6 @@ def _check_shapes(spec: DrafterSpec, head: DraftHead, vocabulary: int) -> None:
         expected.append(("confidence weight", head.confidence.weight, (spec.confidence_width,)))
     if head.d2t is not None:
         expected.append(("d2t", head.d2t, (spec.draft_vocab_size,)))
-        ids = torch.arange(spec.draft_vocab_size, device=head.d2t.device) + head.d2t
-        if bool((ids < 0).any()) or bool((ids >= vocabulary).any()):
-            raise DrafterError(
-                f"{spec.file}: d2t maps draft ids to {int(ids.min())}..{int(ids.max())}, outside "
-                f"the vocabulary of {vocabulary}: d2t must hold offsets, target = id + d2t[id]"
-            )
-        if len(torch.unique(ids)) != len(ids):
-            raise DrafterError(
-                f"{spec.file}: d2t maps two draft ids to one target id: the drafter's "
-                "distribution over target tokens would be undefined"
-            )
     for name, tensor, shape in expected:
         if tensor is None or tuple(tensor.shape) != shape:
             seen = None if tensor is None else list(tensor.shape)

@@ -3,7 +3,6 @@
 Files come from others: every field is checked before it is used, and nothing in them is executed.
 """
 
-import json
 import math
 import struct
 from dataclasses import dataclass
@@ -14,7 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm_dspark.errors import DrafterError
-from vllm_dspark.proposer.keys import read_json
+from vllm_dspark.proposer.keys import (
+    MAX_SHOWN,
+    is_file,
+    parse_json,
+    read_json,
+    shown,
+    unreadable,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -22,6 +28,8 @@ INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 # Names listed before an error is cut short.
 MAX_NAMED = 12
+# Bytes of a file's name, on every file system in use.
+MAX_NAME_BYTES = 255
 
 # Bytes of an element by safetensors' name of its type.
 ELEMENT_BYTES = {
@@ -67,9 +75,9 @@ def read_inventory(folder: str | Path) -> dict[str, StoredTensor]:
     of them the last one: what somebody left beside `model.safetensors` counts.
     """
     folder = Path(folder)
-    if (folder / INDEX).is_file():
+    if is_file(folder / INDEX):
         return _read_shards(folder)
-    if (folder / SINGLE).is_file():
+    if is_file(folder / SINGLE):
         found = sorted(path.name for path in folder.glob("*.safetensors"))
         return _merged(folder, found, f"{folder} has no {INDEX}, so every file in it counts")
     raise DrafterError(
@@ -85,9 +93,11 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
         raise DrafterError(f"{index}: 'weight_map' must map tensor names to files: fetch it again")
     shards = sorted(set(weight_map.values()))
     for shard in shards:
-        if shard != Path(shard).name or not shard.endswith(".safetensors"):
+        beside = shard == Path(shard).name and shard.endswith(".safetensors")
+        if not beside or not shard.isprintable() or len(shard.encode()) > MAX_NAME_BYTES:
             raise DrafterError(
-                f"{index} names the shard {shard!r}: shards are .safetensors files beside the index"
+                f"{index} names the shard {shown(shard)}: shards are .safetensors files beside "
+                "the index; fetch it again"
             )
     inventory = _merged(folder, shards, str(index))
     absent = [name for name in weight_map if name not in inventory]
@@ -106,31 +116,30 @@ def _merged(folder: Path, files: list[str], where: str) -> dict[str, StoredTenso
         for name, tensor in _read_header(folder / file).items():
             if name in inventory:
                 raise DrafterError(
-                    f"{where}: {name} is in {inventory[name].file.name} and in {file}: delete the "
-                    "files that are left over from another export"
+                    f"{where}: {plain(name)} is in {inventory[name].file.name} and in {file}: "
+                    "delete the files that are left over from another export"
                 )
             inventory[name] = tensor
     return inventory
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    if not file.is_file():
+    if not is_file(file):
         raise DrafterError(f"{file} does not exist: fetch the checkpoint again")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
-            raise DrafterError(
-                f"{file} is not a safetensors file (its header claims {length} of {size} bytes): "
-                "it is truncated or a Git LFS pointer; fetch it again"
-            )
-        try:
-            header = json.loads(stream.read(length))
-        except (ValueError, RecursionError) as error:
-            raise DrafterError(
-                f"{file}: the header is not valid JSON ({error}): fetch the file again"
-            ) from error
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+                raise DrafterError(
+                    f"{file} is not a safetensors file (its header claims {length} of {size} "
+                    "bytes): it is truncated or a Git LFS pointer; fetch it again"
+                )
+            encoded = stream.read(length)
+    except OSError as error:
+        raise unreadable(file, error) from error
+    header = parse_json(encoded, f"{file}: the header")
     if not isinstance(header, dict):
         raise DrafterError(f"{file}: the header must be a JSON object: fetch the file again")
     tensors = {
@@ -162,18 +171,18 @@ def _entry(file: Path, name: str, entry: Any, data: int, size: int) -> StoredTen
     known = isinstance(dtype, str) and dtype in ELEMENT_BYTES
     if not known or not _naturals(shape) or not _naturals(offsets, 2):
         raise DrafterError(
-            f"{file}: {name} is described as {str(entry)[:200]}, which is no safetensors entry "
+            f"{file}: {plain(name)} is described as {shown(entry)}, which is no safetensors entry "
             f"(dtypes are {', '.join(ELEMENT_BYTES)}): fetch the file again"
         )
     start, stop = data + offsets[0], data + offsets[1]
     if stop > size:
         raise DrafterError(
-            f"{file} ends at byte {size}, before the end of {name} at {stop}: "
+            f"{file} ends at byte {size}, before the end of {plain(name)} at {stop}: "
             "the download is incomplete; fetch it again"
         )
     if stop - start != math.prod(shape) * ELEMENT_BYTES[dtype]:
         raise DrafterError(
-            f"{file}: {name} has shape {shape} of {dtype} but {stop - start} bytes: "
+            f"{file}: {plain(name)} has shape {shown(shape)} of {dtype} but {stop - start} bytes: "
             "the file is damaged; fetch it again"
         )
     return StoredTensor(tuple(shape), dtype, file, start, stop)
@@ -203,10 +212,16 @@ def read_tensor(stored: StoredTensor) -> torch.Tensor:
     return flat.view(stored.shape)
 
 
+def plain(name: str) -> str:
+    """A name for an error message: what would move a terminal's cursor is escaped."""
+    return name if name.isprintable() and len(name) <= MAX_SHOWN else shown(name)
+
+
 def listed(names: list[str]) -> str:
     """Names for an error message, the first dozen and how many more."""
     more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    named = ", ".join(plain(name) for name in names[:MAX_NAMED])
+    return named + (f" and {more} more" if more > 0 else "")
 
 
 def parameter_count(tensors: dict[str, StoredTensor]) -> int:

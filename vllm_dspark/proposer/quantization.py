@@ -14,16 +14,26 @@ from vllm_dspark.proposer.keys import Keys
 # What one stored element of a packed weight holds: 32 bits.
 WORD_BITS = 32
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "modelopt")
+# compressed-tensors' names of layouts that are described here
+LAYOUTS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "dense")
 
 Shape = tuple[int, ...]
+Shapes = dict[str, list[Shape]]
+
+# By suffix; whatever is not named is a scale.
+TYPES = {
+    **dict.fromkeys(("weight_packed", "qweight", "qzeros", "g_idx", "weight_g_idx"), ("I32",)),
+    "weight": ("F8_E4M3", "F8_E5M2", "I8", "U8"),
+    "weight_shape": ("I64", "I32"),
+    "weight_zero_point": ("I32", "I8", "F8_E4M3"),
+    "input_zero_point": ("I32", "I8", "F8_E4M3"),
+}
+SCALE_TYPES = ("F32", "F16", "BF16", "F8_E4M3", "F8_E8M0")
 
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How one linear layer [out, in] is stored.
-
-    required: suffix -> allowed shapes, as functions of the layer are evaluated by `tensors`.
-    """
+    """How one linear layer [out, in] is stored; `tensors` has names and shapes."""
 
     method: str
     # compressed-tensors: "pack-quantized", "float-quantized", ...; else the method again
@@ -34,39 +44,36 @@ class QuantScheme:
     # rows and columns of a block that shares a scale (DeepSeek's fp8), None: no blocks
     block: tuple[int, int] | None
 
-    def tensors(self, out: int, into: int) -> tuple[dict[str, list[Shape]], tuple[str, ...]]:
-        """(required suffix -> allowed shapes, optional suffixes) of a layer [out, in]."""
+    def tensors(self, out: int, into: int) -> tuple[Shapes, Shapes]:
+        """Suffix -> allowed shapes of a layer [out, in]: required tensors, and optional ones."""
         groups = math.ceil(into / self.group) if self.group else 1
+        words_in, words_out = self._words(into), self._words(out)
         if self.layout == "pack-quantized":
-            packed = math.ceil(into * self.bits / WORD_BITS)
             return (
                 {
-                    "weight_packed": [(out, packed)],
+                    "weight_packed": [(out, words_in)],
                     "weight_scale": [(out, groups)],
                     "weight_shape": [(2,)],
                 },
-                ("weight_zero_point", "weight_g_idx"),
+                {"weight_zero_point": [(words_out, groups)], "weight_g_idx": [(into,)]},
             )
         if self.layout == "gptq":
-            packed = math.ceil(into * self.bits / WORD_BITS)
-            zeros = math.ceil(out * self.bits / WORD_BITS)
             return (
                 {
-                    "qweight": [(packed, out)],
-                    "qzeros": [(groups, zeros)],
+                    "qweight": [(words_in, out)],
+                    "qzeros": [(groups, words_out)],
                     "scales": [(groups, out)],
                 },
-                ("g_idx",),
+                {"g_idx": [(into,)]},
             )
         if self.layout == "awq":
-            packed = math.ceil(out * self.bits / WORD_BITS)
             return (
                 {
-                    "qweight": [(into, packed)],
-                    "qzeros": [(groups, packed)],
+                    "qweight": [(into, words_out)],
+                    "qzeros": [(groups, words_out)],
                     "scales": [(groups, out)],
                 },
-                (),
+                {},
             )
         if self.layout == "nvfp4":
             return (
@@ -75,19 +82,31 @@ class QuantScheme:
                     "weight_scale": [(out, into // 16)],
                     "weight_scale_2": [(), (1,)],
                 },
-                ("input_scale",),
+                {"input_scale": [(), (1,)]},
             )
         return self._one_byte(out, into)
 
-    def _one_byte(self, out: int, into: int) -> tuple[dict[str, list[Shape]], tuple[str, ...]]:
+    def _words(self, count: int) -> int:
+        return math.ceil(count * self.bits / WORD_BITS)
+
+    def _one_byte(self, out: int, into: int) -> tuple[Shapes, Shapes]:
         """fp8 and int8 weights with scales per tensor, row or block."""
-        optional = ("input_scale", "weight_zero_point", "input_zero_point")
+        scales: list[Shape] = [(), (1,), (out,), (out, 1)]
+        optional: Shapes = {
+            "input_scale": [(), (1,)],
+            "input_zero_point": [(), (1,)],
+            "weight_zero_point": scales,
+        }
         if self.block is not None:
             blocks = (math.ceil(out / self.block[0]), math.ceil(into / self.block[1]))
             name = "weight_scale_inv" if self.method == "fp8" else "weight_scale"
             return {"weight": [(out, into)], name: [blocks]}, optional
-        scales: list[Shape] = [(), (1,), (out,), (out, 1)]
         return {"weight": [(out, into)], "weight_scale": scales}, optional
+
+
+def stored_types(suffix: str) -> tuple[str, ...]:
+    """safetensors' names of the types that a quantised layer's tensor may have."""
+    return TYPES.get(suffix, SCALE_TYPES)
 
 
 def parse_quantization(keys: Keys) -> QuantScheme | None:
@@ -123,6 +142,8 @@ def _compressed(section: Keys) -> QuantScheme:
         )
     bits, group, block = schemes.pop() if schemes else (8, 0, None)
     layout = section.text("format", "float-quantized")
+    if layout not in LAYOUTS:
+        raise section.bad("format", layout, f"known are {', '.join(LAYOUTS)}: export with one")
     return QuantScheme("compressed-tensors", layout, bits, group, block)
 
 

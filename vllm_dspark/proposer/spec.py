@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 from vllm_dspark.errors import DrafterError
 from vllm_dspark.kernels.protocols import MarkovKind
-from vllm_dspark.proposer.keys import Keys, read_json
+from vllm_dspark.proposer.keys import Keys, read_json, shown
+from vllm_dspark.proposer.other_keys import check_other_keys
 from vllm_dspark.proposer.quantization import QuantScheme, parse_quantization
 from vllm_dspark.proposer.rope import rope_limit
 
@@ -35,8 +36,12 @@ QWEN3_NAMES = ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel")
 GEMMA4_NAMES = ("Gemma4DSparkModel",)
 # Gemma4's global head size where a config does not give it (transformers' default).
 GEMMA4_HEAD_DIM = 512
-# More layers than any model has; a wrong number must not make us build a list of millions.
+# More layers, and longer blocks, than any model has; a wrong number must not make us build lists of
+# millions, nor K, which the block gives where the user does not, outgrow the engine.
 MAX_LAYERS = 1024
+MAX_BLOCK = 1024
+# Beyond these a cap or a scale leaves float32 nothing to tell logits apart by.
+LOGIT_FACTORS = (1e-6, 1e6)
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ class DrafterSpec:
         beyond = [i for i in self.target_layer_ids if i >= target.num_layers]
         if beyond:
             raise DrafterError(
-                f"{self.file}: target_layer_ids {beyond} do not exist, {target_file} has "
+                f"{self.file}: target_layer_ids {shown(beyond)} do not exist, {target_file} has "
                 f"{target.num_layers} layers (0..{target.num_layers - 1}, -1 for the embedding): "
                 "use the target it was trained for"
             )
@@ -194,19 +199,10 @@ def parse_spec(config: Mapping[str, Any], file: str = "config.json") -> DrafterS
 
 def _parse_deepspec(config: Mapping[str, Any], file: str) -> DrafterSpec:
     keys = Keys(file, config)
-    block_size = keys.integer("block_size", 1)
+    block_size = keys.integer("block_size", 1, high=MAX_BLOCK)
     sample_from_anchor = keys.flag("sample_from_anchor", True)
     hidden = keys.integer("hidden_size", 1)
-    architecture = keys.names("architectures", ["Qwen3DSparkModel"])[0]
-    model_type = keys.text("model_type", "qwen3")
-    if architecture in QWEN3_NAMES[1:] and model_type != "qwen3":
-        raise keys.bad(
-            "architectures",
-            [architecture],
-            f"with model_type = {model_type!r} this name does not say what the layers are (vLLM "
-            "takes it for DeepSeek-V4's embedded drafter): name the class, for example "
-            "Qwen3DSparkModel",
-        )
+    architecture = _deepspec_architecture(keys)
     layers = config.get("num_target_layers")
     return DrafterSpec(
         format="deepspec",
@@ -222,14 +218,37 @@ def _parse_deepspec(config: Mapping[str, Any], file: str) -> DrafterSpec:
     )
 
 
+def _deepspec_architecture(keys: Keys) -> str:
+    """The drafter's class; vLLM takes every other name, and none, for DeepSeek-V4's drafter."""
+    keys.get("architectures")
+    keys.get("model_type")  # transformers knows the config's class by it
+    architecture = keys.names("architectures", [""])[0]
+    model_type = keys.text("model_type", "")
+    remedy = "name the class, for example Qwen3DSparkModel"
+    if "DSpark" not in architecture:
+        raise keys.bad("architectures", [architecture], f"is no DSpark drafter: {remedy}")
+    if architecture in QWEN3_NAMES[1:] and model_type != "qwen3":
+        raise keys.bad(
+            "architectures",
+            [architecture],
+            f"with model_type = {model_type!r} this name does not say what the layers are (vLLM "
+            f"takes it for DeepSeek-V4's embedded drafter): {remedy}",
+        )
+    backbone, is_gemma4 = _backbone(architecture), model_type.startswith("gemma4")
+    if backbone != "other" and is_gemma4 != (backbone == "gemma4"):
+        raise keys.bad("model_type", model_type, f"is not that of a {architecture}")
+    return architecture
+
+
 def _parse_speculators(config: Mapping[str, Any], file: str) -> DrafterSpec:
     keys = Keys(file, config)
     kind = config["speculators_model_type"]
     if kind != "dspark":
         raise keys.bad("speculators_model_type", kind, "only 'dspark' drafters are served here")
     layers = Keys(f"{file} (transformer_layer_config)", keys.get("transformer_layer_config"))
-    block_size = keys.integer("block_size", 1)
+    block_size = keys.integer("block_size", 1, high=MAX_BLOCK)
     sample_from_anchor = keys.flag("sample_from_anchor", False)
+    keys.get("speculators_config")
     wrapper = keys.section("speculators_config")
     methods = wrapper.config.get("proposal_methods") or [{}]
     if not isinstance(methods, list):
@@ -260,6 +279,8 @@ def _backbone(architecture: str) -> Backbone:
 
 def _common(keys: Keys, layers: Keys, backbone: Backbone) -> dict[str, Any]:
     """Fields that both formats spell alike: DSpark's from `keys`, the backbone's from `layers`."""
+    check_other_keys(keys, layers, backbone)
+    geometry = _layer_geometry(layers, backbone)
     vocab = layers.integer("vocab_size", 1)
     rank = keys.integer("markov_rank", 0, 0)
     kind = keys.text("markov_head_type", "vanilla")
@@ -277,14 +298,14 @@ def _common(keys: Keys, layers: Keys, backbone: Backbone) -> dict[str, Any]:
         "has_confidence": has_confidence,
         "confidence_with_markov": has_confidence
         and keys.flag("confidence_head_with_markov", False),
-        "soft_cap": layers.number("final_logit_softcapping"),
-        "logit_scale": layers.number("logit_scale") or 1.0,
+        "soft_cap": layers.number("final_logit_softcapping", within=LOGIT_FACTORS),
+        "logit_scale": layers.number("logit_scale", within=LOGIT_FACTORS) or 1.0,
         "tied": layers.flag("tie_word_embeddings", False),
         "sliding_windows": _sliding_windows(layers),
         "sliding_non_causal": keys.flag("sliding_window_non_causal", False),
-        "max_context": rope_limit(layers),
+        "max_context": rope_limit(layers, geometry["head_dim"], backbone != "qwen3"),
         "quantization": parse_quantization(keys),
-        **_layer_geometry(layers, backbone),
+        **geometry,
     }
 
 
@@ -314,10 +335,7 @@ def _layer_geometry(layers: Keys, backbone: Backbone) -> dict[str, Any]:
 
 
 def _layer_count(layers: Keys) -> int:
-    count = layers.integer("num_hidden_layers", 1)
-    if count > MAX_LAYERS:
-        raise layers.bad("num_hidden_layers", count, f"must be at most {MAX_LAYERS}")
-    return count
+    return layers.integer("num_hidden_layers", 1, high=MAX_LAYERS)
 
 
 def _sliding_windows(layers: Keys) -> tuple[int | None, ...]:
@@ -348,8 +366,8 @@ def _validate(spec: DrafterSpec) -> None:
         )
     if spec.target_layer_ids[0] < -1:
         raise DrafterError(
-            f"{spec.file}: target_layer_ids = {list(spec.target_layer_ids)}: the least allowed is "
-            "-1, the embedding output (0 in aux_hidden_state_layer_ids)"
+            f"{spec.file}: target_layer_ids = {shown(list(spec.target_layer_ids))}: the least "
+            "allowed is -1, the embedding output (0 in aux_hidden_state_layer_ids)"
         )
     if spec.draft_vocab_size > spec.vocab_size:
         raise DrafterError(
