@@ -372,3 +372,8 @@ class TestStartUp:
         live = startup.live_fingerprint(config)
         assert live.differences(any_fingerprint(K))
         assert startup.live_fingerprint(make_config(pair, given)) == live
+        compiled = type(config.compilation_config.mode).VLLM_COMPILE
+        assert config.compilation_config.mode is not compiled  # the tests' engines are eager
+        config.compilation_config.mode = compiled  # whose steps take other times
+        (difference,) = live.differences(startup.live_fingerprint(config))
+        assert difference.startswith("compilation: recorded 'NONE', now 'VLLM_COMPILE'")

@@ -46,6 +46,7 @@ class Fingerprint(BaseModel):
     # Which drafts are accepted: vLLM's rejection_sample_method/draft_sample_method.
     acceptance_rule: str = "standard/greedy"
     ladder: tuple[int, ...] = Field(strict=False)  # captured sizes; empty when eager
+    compilation: str = ""  # vLLM's compilation mode; "" in records of earlier versions
 
     def digest(self, fields: Iterable[str] | None = None) -> str:
         """Hex digest of all or some fields; names cache files."""

@@ -212,6 +212,8 @@ def live_fingerprint(vllm_config: Any) -> Fingerprint:
         num_speculative_tokens=speculative.num_speculative_tokens,
         acceptance_rule=f"{speculative.rejection_sample_method}/{speculative.draft_sample_method}",
         ladder=tuple(sorted(compilation.cudagraph_capture_sizes or ())),
+        # Not the graph mode: a worker may lower it, and all processes must agree.
+        compilation=str(getattr(compilation.mode, "name", compilation.mode)),
     )
 
 
