@@ -22,6 +22,7 @@ class FakeEngine:
     new: set[int] = field(default_factory=set)
     asked: list[Ask] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    paused: bool = False
     most: int = 0
     emitted: int = 0
 
@@ -33,7 +34,16 @@ class FakeEngine:
         self.new.add(request)
         self.asked.append(ask)
 
+    def pause(self) -> None:
+        assert not self.paused
+        self.paused = True
+
+    def resume(self) -> None:
+        assert self.paused
+        self.paused = False
+
     def step(self) -> list[Arrival]:
+        assert not self.paused, "an engine whose turn is over was asked for a step"
         self.now += self.step_s
         self.most = max(self.most, len(self.left))
         arrivals = []

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -14,6 +15,7 @@ from vllm_dspark.bench.workload import WORKLOADS, Question, Sizes
 from vllm_dspark.cli import bench
 from vllm_dspark.cli.main import app
 from vllm_dspark.demo.target import drafter_path
+from vllm_dspark.simulation.trace import Trace, write_trace
 
 
 def run(*arguments: str) -> Any:
@@ -49,6 +51,7 @@ def models(tmp_path: Path) -> list[str]:
         (["--workload", "burst@many"], "--workload 'burst@many'"),
         (["--replay", "x.npz", "--server"], "leave out --server"),
         (["--replay", "/nowhere.npz"], "cannot read"),
+        (["--share-engines", "--engine-process"], "leave out one of the two"),
         (["--pair", "{"], "is not JSON"),
         (["--pair", '{"target": "x"}'], "keys of"),
         (["--pair", '{"width": "x"}'], "--pair: width = 'x': Input should be a valid integer"),
@@ -181,6 +184,18 @@ def test_fingerprint_knows_the_recording(tmp_path: Path) -> None:
         found.append(workload.as_json())
     assert found[1] == found[2] != found[3] and found[0] not in found[1:]
     assert identity(replayed=True)["settings"] != identity()["settings"]
+
+
+def test_recording_without_requests_of_a_temperature(tmp_path: Path, models: list[str]) -> None:
+    """Catches engines that start, and die of the first request that nothing was recorded for."""
+    ones, no = np.ones(1, np.int32), np.zeros(1, np.bool_)
+    first, confidence = np.array([0, 1]), np.full((1, 7), 0.5, np.float32)
+    path = tmp_path / "greedy.npz"
+    write_trace(path, Trace(first, ones - 1, confidence, ones, ones, ones, ones, no))
+    result = run(*models, "--replay", str(path), "--temperature", "0,0.7")
+    assert result.exit_code == 2, result.output
+    said = " ".join((result.output + result.stderr).split())
+    assert "has no sampled request, which --temperature 0.7 needs" in said
 
 
 def test_several_recordings_are_rows_of_their_own() -> None:

@@ -1,5 +1,7 @@
 """What each mode means to vLLM."""
 
+import importlib
+
 import pytest
 
 from vllm_dspark.bench.modes import (
@@ -104,6 +106,22 @@ def test_only_what_is_the_same_shares_an_engine() -> None:
 def test_arguments_as_flags() -> None:
     flags = server_arguments({"model": "m", "a_b": True, "c": False, "d": {"e": 1}, "f_g": 3})
     assert flags == ["m", "--a-b", "--no-c", "--d", '{"e": 1}', "--f-g", "3"]
+
+
+def test_every_mode_with_drafts_replays() -> None:
+    """Catches a mode that is measured with its own acceptance, and a name that vLLM cannot find."""
+    pair = PairSpec("t", "d", replayed=True)
+    for name in ("fixed3", "plugin3", "adaptive", "ours", "ours-full"):
+        arguments = launch(Mode.parse(name), pair, is_cpu=False).arguments
+        module, _, kind = arguments["worker_extension_cls"].rpartition(".")
+        assert callable(getattr(importlib.import_module(module), kind).dspark_replay)
+        rates = arguments["speculative_config"]["synthetic_acceptance_rates"]
+        assert rates == [1.0] * arguments["speculative_config"]["num_speculative_tokens"]
+    for name in ("off", "off-v2"):
+        arguments = launch(Mode.parse(name), pair, is_cpu=False).arguments
+        assert "worker_extension_cls" not in arguments
+    plain = launch(Mode.parse("ours"), PairSpec("t", "d"), is_cpu=False).arguments
+    assert "worker_extension_cls" not in plain
 
 
 def test_synthetic_rates_are_cut_to_the_width() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,8 @@ from vllm_dspark.artifacts.pairs import Pair, read_pairs
 from vllm_dspark.bench.drive import drive
 from vllm_dspark.bench.workload import Ask, CellOrder, Phase
 from vllm_dspark.errors import EngineError
-from vllm_dspark.integration.replay import RecordedSteps, TraceReplay
+from vllm_dspark.integration.replay import RecordedSteps, TraceReplay, request_mark
+from vllm_dspark.simulation.trace import Trace, write_trace
 
 WIDTH = 7
 
@@ -34,6 +36,15 @@ def recorded(seed: int = 0, requests: int = 6, width: int = WIDTH) -> RecordedSt
         accepted=rng.integers(0, width + 1, steps).astype(np.int32),
         sampled=np.arange(2 * requests) % 2 == 1,
     )
+
+
+def trace_file(folder: Path, steps: RecordedSteps) -> Path:
+    """The file from which an engine replays these steps."""
+    ones = np.ones(len(steps.sampled), np.int32)
+    arrays = (steps.first, np.zeros_like(steps.accepted), steps.confidence, steps.accepted)
+    path = folder / "trace.npz"
+    write_trace(path, Trace(*arrays, ones, ones, ones, steps.sampled))
+    return path
 
 
 # ---- bookkeeping, on stand-ins
@@ -64,14 +75,18 @@ def batch(names: list[str], slots: list[int], windows: list[int] = ()) -> Any:  
     )
 
 
+def named(name: str, key: str = "", *, sampled: bool = False) -> str:
+    return name + request_mark(key or name, sampled=sampled)
+
+
 def test_requests_go_through_their_own_steps_and_begin_again() -> None:
     """Catches steps of one request given to another, and slots that keep their former owner's."""
     steps, runner = recorded(), stand_in()
     replay = TraceReplay(runner, steps)
-    for name in ("a", "b", "c"):
-        replay.expect(name, sampled=name == "b", key=name)
-    of = {name: replay._expected[name] for name in "abc"}
+    full = {name: named(name, sampled=name == "b") for name in "abc"}
+    of = {name: replay.recorded(full[name]) for name in "abc"}
     assert steps.sampled[of["b"]] and not steps.sampled[of["a"]] and not steps.sampled[of["c"]]
+    a, b, c = (f"{full[name]}-{suffix}" for name, suffix in zip("abc", SUFFIXES, strict=True))
     buffer = runner.speculator.draft_token_confidence_probs
 
     def row(name: str, step: int) -> np.ndarray:
@@ -79,18 +94,41 @@ def test_requests_go_through_their_own_steps_and_begin_again() -> None:
         return steps.confidence[first + step % (end - first)]
 
     for step in range(12):
-        replay.drafted(batch(["b-0123abcd", "a-89abcdef"], [2, 0]))
+        replay.drafted(batch([b, a], [2, 0]))
         assert np.array_equal(buffer[0], row("b", step)) and np.array_equal(
             buffer[1], row("a", step)
         )
-    replay.drafted(batch(["b-0123abcd", "c-77777777"], [2, 0]))
+    replay.drafted(batch([b, c], [2, 0]))
     assert np.array_equal(buffer[0], row("b", 12)) and np.array_equal(buffer[1], row("c", 0))
-    replay.forget()
-    replay.drafted(batch(["b-0123abcd"], [3]))  # of a step that was under way
-    assert np.array_equal(buffer[0], row("b", 0))
-    replay.forget()
-    with pytest.raises(EngineError, match="is not of the benchmark"):
-        replay.drafted(batch(["b-0123abcd"], [2]))
+    replay.drafted(batch([a, c], [2, 0]))  # the slot is another request's now
+    assert np.array_equal(buffer[0], row("a", 0)) and np.array_equal(buffer[1], row("c", 1))
+
+
+SUFFIXES = ("89abcdef", "0123abcd", "77777777")  # as vLLM appends them to ids
+
+
+def test_an_id_says_what_its_request_repeats() -> None:
+    """Catches a rule that vLLM's changes of an id mislead, modes or ranks that would repeat
+    different requests, and kinds that are mixed up."""
+    steps = recorded(requests=40)
+    replay, other = TraceReplay(stand_in(), steps), TraceReplay(stand_in(3, ours=True), steps)
+    for sampled in (False, True):
+        chosen = []
+        for number in range(200):
+            name = named(f"7-{number}", f"{number}/[1, 2]", sampled=sampled)
+            of = replay.recorded(name)
+            chosen.append(of)
+            assert steps.sampled[of] == sampled
+            forms = [f"{name}-{SUFFIXES[0]}", f"cmpl-{name}-0-{SUFFIXES[1]}"]
+            forms.append(name.replace("7-", "8-", 1))  # another round of the same cell
+            assert {found.recorded(form) for form in forms for found in (replay, other)} == {of}
+        assert len(set(chosen)) > 30, "keys do not spread over the recording"
+    key = "3/[5, 6]"  # as runs before ids said it chose, so that their cells can be compared
+    greedy = np.flatnonzero(~steps.sampled)
+    assert replay.recorded(named("x", key)) == greedy[zlib.crc32(key.encode()) % len(greedy)]
+    for foreign in ("7-3", "cmpl-7-3-89abcdef", named("7-3")[:-1], "7-3-replay-x0123abcd"):
+        with pytest.raises(EngineError, match="is not of the benchmark"):
+            replay.recorded(foreign)
 
 
 @pytest.mark.parametrize("width", [3, WIDTH])
@@ -98,14 +136,13 @@ def test_drafts_past_the_recorded_length_are_refused(width: int) -> None:
     """Catches an accepted length that is not min(recorded, window), also for a narrower K."""
     steps, runner = recorded(), stand_in(width, ours=True)
     replay = TraceReplay(runner, steps)
-    replay.expect("a", sampled=False, key="a")
-    replay.expect("b", sampled=False, key="other")
-    firsts = [steps.first[replay._expected[name]] for name in "ab"]
-    replay.drafted(batch(["a", "b"], [3, 1]))
+    names = [named("a"), named("b", "other")]
+    firsts = [steps.first[replay.recorded(name)] for name in names]
+    replay.drafted(batch(names, [3, 1]))
     found = torch.sigmoid(runner.speculator.confidence_logits[:2])
     assert torch.allclose(found, torch.from_numpy(steps.confidence[firsts, :width]), atol=1e-6)
     for windows in ([width + 1, width + 1], [2, 3], [1, width + 1]):
-        refused = replay.refused(batch(["a", "b"], [3, 1], windows)).tolist()
+        refused = replay.refused(batch(names, [3, 1], windows)).tolist()
         for first, size in zip(firsts, windows, strict=True):
             own, refused = refused[:size], refused[size:]
             taken = min(int(steps.accepted[first]), size - 1)
@@ -122,7 +159,7 @@ def test_recordings_that_do_not_fit_are_refused() -> None:
     greedy = recorded()
     only = RecordedSteps(greedy.first, greedy.confidence, greedy.accepted, greedy.sampled & False)
     with pytest.raises(EngineError, match="no sampled request"):
-        TraceReplay(stand_in(), only).expect("a", sampled=True, key="a")
+        TraceReplay(stand_in(), only).recorded(named("a", sampled=True))
 
 
 # ---- a real engine
@@ -144,6 +181,7 @@ class Replayed:
             "max_num_seqs": 4,
             "kv_cache_memory_bytes": 64 << 20,
             "disable_log_stats": False,
+            "worker_extension_cls": "vllm_dspark.bench.replay_worker.ReplayWorker",
             "speculative_config": {
                 "method": "dspark",
                 "model": str(pair.drafter),
@@ -172,7 +210,7 @@ def engine(build, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replayed
     pair = build(PairSpec())  # noise: hardly a draft would be accepted
     folder = tmp_path_factory.mktemp("replay")
     found = Replayed(pair, folder, recorded(), windows="device", test_windows="random")
-    found.local.engine.replay(found.steps)
+    found.local.replay(str(trace_file(folder, found.steps)))
     yield found
     found.local.engine.shutdown()
     del found
@@ -221,7 +259,6 @@ def test_full_windows_accept_as_recorded_by_vllms_own_sampler(engine: Replayed) 
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     from vllm_dspark.integration.rejection import DSparkRejectionSampler
-    from vllm_dspark.integration.replay import install_replay
 
     driven = engine.local.engine
     runner = driven.runner
@@ -230,7 +267,7 @@ def test_full_windows_accept_as_recorded_by_vllms_own_sampler(engine: Replayed) 
     runner.rejection_sampler = RejectionSampler(
         runner.sampler, runner.speculative_config, runner.device
     )
-    driven._replay = install_replay(runner, engine.steps)
+    driven.replay(str(engine.pairs.parent / "trace.npz"))
     try:
         assert isinstance(runner.rejection_sampler, RejectionSampler)
         assert not isinstance(runner.rejection_sampler, DSparkRejectionSampler)

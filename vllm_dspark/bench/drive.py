@@ -45,6 +45,12 @@ class Engine(Protocol):
     def cancel(self, requests: Sequence[int]) -> None:
         """Drop requests; returns when the engine is idle."""
 
+    def pause(self) -> None:
+        """Stand still between two slices of a cell."""
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+
     def counters(self) -> Counters:
         """Running sums of the engine, by Prometheus name."""
 
@@ -107,12 +113,17 @@ class RunningCell:
         begun = self._now()
         if not self.trace.phase_starts:
             self.trace.phase_starts.append(begun)
+        else:
+            self._engine.resume()
         while self._phase < len(self._order.phases):
             self._step(self._order.phases[self._phase])
             if seconds is not None and self._now() - begun >= seconds:
                 break
+        done = self._phase == len(self._order.phases)
+        if not done:
+            self._engine.pause()  # on its own clock: the step that ends meanwhile is the cell's
         self._stopped = self._clock()
-        return self._phase == len(self._order.phases)
+        return done
 
     def _now(self) -> float:
         return self._clock() - self._paused

@@ -23,6 +23,7 @@ from vllm_dspark.errors import DSparkError
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # No general plugins and none of our Triton backend: vLLM as if the plugin were not installed.
 _WITHOUT_US = {"VLLM_PLUGINS": "", "TRITON_BACKENDS_IN_TREE": "1"}
+_REPLAY_WORKER = "vllm_dspark.bench.replay_worker.ReplayWorker"
 _NAME = re.compile(r"off|off-v2|adaptive|ours|ours-full|(?:fixed|plugin)([1-9][0-9]*)")
 
 
@@ -129,6 +130,8 @@ def launch(mode: Mode, pair: PairSpec, *, is_cpu: bool) -> EngineLaunch:
         arguments["skip_tokenizer_init"] = True
     if speculative is not None:
         arguments["speculative_config"] = speculative
+        if pair.replayed:
+            arguments["worker_extension_cls"] = _REPLAY_WORKER
     return EngineLaunch(mode, {**OFFLINE, **environment}, arguments)
 
 

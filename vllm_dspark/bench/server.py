@@ -95,6 +95,12 @@ class HttpEngine:
                 )
             time.sleep(0.05)
 
+    def pause(self) -> None:
+        """Not for servers: their streams do not stand still (ServerHost.begin says so)."""
+
+    def resume(self) -> None:
+        """As `pause`."""
+
     def counters(self) -> Counters:
         """Running sums from /metrics."""
         return _samples(self._client.metrics(), _COUNTED)

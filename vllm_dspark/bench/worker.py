@@ -15,11 +15,9 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import IO, Any
 
 from vllm_dspark.bench.drive import Arrival, Counters, RunningCell, summarise
-from vllm_dspark.bench.recorded import recorded_steps
 from vllm_dspark.bench.workload import Ask, CellOrder
 
 
@@ -37,7 +35,7 @@ class LocalEngine:
     def replay(self, trace: str) -> None:
         """Take acceptance and confidences from a recording from now on, if there are drafts."""
         if self._speculates and trace != self._replayed:
-            self.engine.replay(recorded_steps(Path(trace)))
+            self.engine.replay(trace)
             self._replayed = trace
 
     def prepared(self, order: CellOrder) -> CellOrder:
@@ -54,6 +52,12 @@ class LocalEngine:
 
     def cancel(self, requests: Sequence[int]) -> None:
         self.engine.cancel(requests)
+
+    def pause(self) -> None:
+        self.engine.pause()
+
+    def resume(self) -> None:
+        self.engine.resume()
 
     def counters(self) -> Counters:
         return self.engine.counters()

@@ -31,6 +31,11 @@ def check(options: BenchOptions) -> None:
             "--slices lets engines take turns within a cell, which neither modes that share an "
             "engine nor servers can: leave out --share-engines and --server"
         )
+    if options.share_engines and options.engine_process and not options.server:
+        raise BenchError(
+            "--share-engines switches the planner within the worker's process, and with "
+            "--engine-process the engine core is in another one: leave out one of the two"
+        )
     _check_replays(options)
     for option, command in (("--start-gate", options.gates.start), ("--gate", options.gates.chunk)):
         _check_gate(option, command)
@@ -76,18 +81,25 @@ def pair_fields(text: str) -> dict[str, Any]:
 def _check_replays(options: BenchOptions) -> None:
     if not options.replays:
         return
-    if options.server or options.engine_process:
+    if options.server:
         raise BenchError(
-            "--replay reaches into the engine, which must run in the worker's process: leave out "
-            "--server and --engine-process"
+            "--replay installs itself in engines that the worker starts, and servers are none of "
+            "them: leave out --server; --engine-process gives the engine core its own process too"
         )
     if len({path.stem for path in options.replays}) < len(options.replays):
         raise BenchError("--replay: two recordings have one name, which their cells would share")
     for path in options.replays:
         try:
-            recorded_steps(path)
+            steps = recorded_steps(path)
         except InputError as error:
             raise BenchError(f"--replay: {error}") from error
+        for temperature in options.temperatures:
+            if not (steps.sampled == (temperature > 0)).any():
+                kind = "sampled" if temperature > 0 else "greedy"
+                raise BenchError(
+                    f"--replay {path}: it has no {kind} request, which --temperature "
+                    f"{temperature:g} needs; leave that out, or record at such a temperature"
+                )
 
 
 def _check_gate(option: str, command: str) -> None:

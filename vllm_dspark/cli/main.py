@@ -204,10 +204,14 @@ def bench(
     ] = False,
     engine_process: Annotated[
         bool,
-        typer.Option("--engine-process/--in-process", help="Offline: engine core on its own."),
+        typer.Option(
+            "--engine-process/--in-process",
+            help="Offline: engine core in a process of its own, as servers have it.",
+        ),
     ] = False,
     share_engines: Annotated[
-        bool, typer.Option("--share-engines", help="Run ours and pluginK in one engine.")
+        bool,
+        typer.Option("--share-engines", help="Run ours and pluginK in one engine."),
     ] = False,
     slices: Annotated[
         float,

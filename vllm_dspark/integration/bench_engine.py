@@ -9,7 +9,7 @@ import torch
 from prometheus_client import REGISTRY
 
 from vllm_dspark.errors import DSparkError
-from vllm_dspark.integration.replay import RecordedSteps, TraceReplay, install_replay
+from vllm_dspark.integration.replay import request_mark
 
 # Counters and sums of these families say what became of drafts and steps.
 _COUNTED = ("vllm:spec_decode_", "vllm:dspark_", "vllm:num_preemptions", "vllm:prompt_tokens")
@@ -28,11 +28,17 @@ class DrivenEngine:
         self._encoded: dict[str, list[int]] = {}
         self._round = 0
         self._planner: Any = None  # of `ours`, while its scheduling is switched off
-        self._replay: TraceReplay | None = None
+        self._names: dict[int, str] = {}  # of the requests of this round
+        self._replays = False
 
-    def replay(self, steps: RecordedSteps) -> None:
-        """Take acceptance and confidences from a recording from now on (replay.py)."""
-        self._replay = install_replay(self.runner, steps)
+    def replay(self, trace: str) -> None:
+        """Take acceptance and confidences from a recorded trace from now on (replay.py).
+
+        The engine was started with bench.replay_worker as `worker_extension_cls`; all its workers
+        read the file, wherever they run.
+        """
+        self._llm.collective_rpc("dspark_replay", args=(trace,))
+        self._replays = True
 
     def add(self, request: int, ids: list[int], max_tokens: int, temperature: float) -> None:
         """Take one request; unseeded, since seeded requests keep full windows by design.
@@ -50,10 +56,11 @@ class DrivenEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        if self._replay is not None:
-            key = f"{request}/{ids}"
-            self._replay.expect(self._name(request), sampled=temperature > 0, key=key)
-        self._engine.add_request(self._name(request), {"prompt_token_ids": ids}, params)
+        name = f"{self._round}-{request}"
+        if self._replays:
+            name += request_mark(f"{request}/{ids}", sampled=temperature > 0)
+        self._names[request] = name
+        self._engine.add_request(name, {"prompt_token_ids": ids}, params)
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Tokens of a user's message in the chat template, if there is one; tokens as they are."""
@@ -71,27 +78,40 @@ class DrivenEngine:
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    def _name(self, request: int) -> str:
-        return f"{self._round}-{request}"
-
     def step(self) -> list[tuple[int, int, bool]]:
         """One engine step: (request, new tokens, finished) of those that got any."""
         prefix = f"{self._round}-"
         return [
-            (int(o.request_id.removeprefix(prefix)), len(o.outputs[0].token_ids), o.finished)
+            (int(o.request_id.split("-")[1]), len(o.outputs[0].token_ids), o.finished)
             for o in self._engine.step()
             if o.request_id.startswith(prefix)
         ]
 
     def cancel(self, requests: Sequence[int]) -> None:
         """Abort requests and run the engine until it is idle."""
-        self._engine.abort_request([self._name(request) for request in requests])
+        self._engine.abort_request([self._names[request] for request in requests])
         while self._engine.has_unfinished_requests():
             self._engine.step()
         # An aborted request leaves the workers with the next step that there is.
         self._round += 1
-        if self._replay is not None:
-            self._replay.forget()
+        self._names.clear()
+        # A core of its own may still be in the last step of what is aborted by now.
+        self.pause()
+        self.resume()
+
+    def pause(self) -> None:
+        """Let no step run until `resume`; returns when the last one is done.
+
+        An engine core in this process runs in `step` only, so it stands still by itself. One in a
+        process of its own would go on, at the expense of the engine whose turn it is.
+        """
+        if self._own_core is None:
+            self._engine.engine_core.call_utility("pause_scheduler", "keep", False)
+
+    def resume(self) -> None:
+        """Go on with the requests that there were."""
+        if self._own_core is None:
+            self._engine.engine_core.call_utility("resume_scheduler")
 
     def counters(self) -> dict[str, float]:
         """Running sums by name, labels but the engine's own in braces."""
@@ -132,11 +152,16 @@ class DrivenEngine:
     @property
     def _own_scheduler(self) -> Any:
         """The scheduler, or None where the engine core runs in a process of its own."""
-        return getattr(getattr(self._engine.engine_core, "engine_core", None), "scheduler", None)
+        return getattr(self._own_core, "scheduler", None)
+
+    @property
+    def _own_core(self) -> Any:
+        """The engine core, or None where it runs in a process of its own."""
+        return getattr(self._engine.engine_core, "engine_core", None)
 
     @property
     def _core(self) -> Any:
-        core = getattr(self._engine.engine_core, "engine_core", None)
+        core = self._own_core
         if core is None:
             raise DSparkError(
                 "this engine's core runs in a process of its own, so nothing can be switched in "
@@ -150,6 +175,7 @@ class DrivenEngine:
         facts: dict[str, Any] = {
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "core_in_own_process": self._own_core is None,
             "scheduler": str(config.scheduler_config.scheduler_cls),
         }
         if torch.cuda.is_initialized():  # else there is no GPU, or it is another process's

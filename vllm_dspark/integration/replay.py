@@ -13,6 +13,9 @@ every valid draft; drafts beyond the recorded length are marked invalid, as a gr
 them, before the engine's own rejection kernels run. Confidences are written where the engine
 itself keeps them, right after the draft pass.
 
+Which recorded request is repeated stands in the id of every request (`request_mark`), so that all
+ranks of an engine know it, in whatever process they are, without being told request by request.
+
 Tokens of a replayed engine mean nothing. There is no option that turns this on: only
 `vllm-dspark bench --replay` installs it, on an engine that it has started for that.
 """
@@ -20,6 +23,7 @@ Tokens of a replayed engine mean nothing. There is no option that turns this on:
 from __future__ import annotations
 
 import logging
+import re
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +37,8 @@ from vllm_dspark.errors import EngineError
 logger = logging.getLogger("vllm.vllm_dspark")
 
 _LEAST, _MOST = 1e-7, 1.0 - 1e-7  # confidences whose logits float32 can hold
+# Within an id: vLLM appends a random suffix to the ids that it is given, and its server a prefix.
+_MARK = re.compile(r"-replay-([gs])([0-9a-f]{8})(?:-|$)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +64,15 @@ class RecordedSteps:
         following = np.arange(1, len(self.accepted) + 1, dtype=np.int64)
         following[self.first[1:] - 1] = self.first[:-1]
         return following
+
+
+def request_mark(key: str, *, sampled: bool) -> str:
+    """What a request's id must hold, after a name of its own, to be replayed.
+
+    key: decides which recorded request it repeats; the same in all modes that are compared.
+    sampled: whether it has a temperature; greedy requests repeat greedy ones.
+    """
+    return f"-replay-{'s' if sampled else 'g'}{zlib.crc32(key.encode()):08x}"
 
 
 class TraceReplay:
@@ -87,31 +102,8 @@ class TraceReplay:
         self._next = torch.from_numpy(steps.successors()).to(device)
         self._step = torch.zeros(runner.max_num_reqs, dtype=torch.int64, device=device)
         self._limit = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=device)
-        self._expected: dict[str, int] = {}  # request -> recorded request
-        self._former: dict[str, int] = {}  # of the requests that were forgotten last
         self._seated: dict[int, str] = {}  # slot -> who its step is about
         self._followed: list[str] = []
-
-    # ---- called by the benchmark
-
-    def expect(self, request_id: str, *, sampled: bool, key: str) -> None:
-        """A request is coming; `key` decides which recorded one it repeats (equal in all modes)."""
-        choices = self._classes[sampled]
-        if not len(choices):
-            kind = "sampled" if sampled else "greedy"
-            raise EngineError(
-                f"the recording has no {kind} request; record at temperature "
-                f"{1 if sampled else 0}, or measure the other one"
-            )
-        self._expected[request_id] = int(choices[zlib.crc32(key.encode()) % len(choices)])
-
-    def forget(self) -> None:
-        """The requests so far have ended; a step under way may still name them."""
-        self._former, self._expected = self._expected, {}
-        self._seated.clear()
-        self._followed = []
-
-    # ---- called within a step
 
     def drafted(self, batch: Any) -> None:
         """A block was drafted for every request of the batch: each goes on by a recorded step."""
@@ -138,23 +130,30 @@ class TraceReplay:
             if self._seated.get(slot) == name:
                 continue
             self._seated[slot] = name
-            fresh[slot] = int(self._last_of[self._recorded(name)])
+            fresh[slot] = int(self._last_of[self.recorded(name)])
         if fresh:
             pair = torch.tensor([list(fresh), list(fresh.values())], dtype=torch.int64)
             if self._step.device.type != "cpu":
                 pair = pair.pin_memory().to(self._step.device, non_blocking=True)
             self._step[pair[0]] = pair[1]
 
-    def _recorded(self, name: str) -> int:
-        # vLLM appends a random suffix to the names that it is given
-        for known in (self._expected, self._former):
-            for candidate in (name, name.rpartition("-")[0]):
-                if candidate in known:
-                    return known[candidate]
-        raise EngineError(
-            f"request {name!r} is not of the benchmark, and this engine replays a recording for "
-            "those only"
-        )
+    def recorded(self, request_id: str) -> int:
+        """The recorded request that this one repeats; raises EngineError if there is none."""
+        mark = _MARK.search(request_id)
+        if mark is None:
+            raise EngineError(
+                f"request {request_id!r} is not of the benchmark, and this engine replays a "
+                "recording for those only"
+            )
+        sampled = mark[1] == "s"
+        choices = self._classes[sampled]
+        if not len(choices):
+            kind = "sampled" if sampled else "greedy"
+            raise EngineError(
+                f"the recording has no {kind} request; record at temperature "
+                f"{1 if sampled else 0}, or measure the other one"
+            )
+        return int(choices[int(mark[2], 16) % len(choices)])
 
 
 def _replayed_drafts(kind: Any) -> type:
