@@ -6,7 +6,7 @@ No engine: the real planner, request table and prices, and a machine whose step 
 found for the Qwen3-8B shape (docs/benchmarks/h200-serving.md). Decode steps and draft passes cost
 what the cost table says; a step with rows of prompts costs 3 ms and 0.0275 ms for each row. Every
 request has 256 prompt tokens and 128 of output, and the next one begins when it ends. Drafts are
-accepted with the demo pair's means at T = 0, confidences say with which probability. Printed: output
+accepted with the means of the demo pair at T = 0, confidences say how likely. Printed: output
 tokens per second of each fixed K and of none (0), of ours, and ours over the best of them.
 """
 
