@@ -57,11 +57,18 @@ class DraftShares:
             share = np.clip(grid.median_ms[0] / whole, _LEAST_SHARE, 1.0)
             self._curves[n] = (grid.size_array, share)
         self._factor = dict.fromkeys(self._widths, 0.0)
+        self._known: dict[tuple[int, int], float] = {}  # shares, until one is corrected
 
     def of(self, num_requests: int, columns: int) -> float:
         """q(R, n), 1 at full width or where nothing narrower was measured."""
         if columns >= self._full or not self._widths:
             return 1.0
+        known = self._known.get((num_requests, columns))
+        if known is None:
+            known = self._known[num_requests, columns] = self._share(num_requests, columns)
+        return known
+
+    def _share(self, num_requests: int, columns: int) -> float:
         nodes = [*self._widths, self._full]
         shares = [*(self._at(n, num_requests) for n in self._widths), 1.0]
         # Noise makes a pass look slower, never faster: what a wider one took bounds a narrower one.
@@ -83,3 +90,4 @@ class DraftShares:
         nearest = min(self._widths, key=lambda n: (abs(n - columns), n))
         moved = self._factor[nearest] + _RATE * innovation
         self._factor[nearest] = max(-_BOUND, min(_BOUND, moved))
+        self._known.clear()
