@@ -1,6 +1,6 @@
 """The planner in a closed loop with arrivals, on a made-up machine that is like an H200.
 
-    python -m benchmarks.mixed_load [--requests 8,32,64,128,256] [--seeds 2]
+    python -m benchmarks.mixed_load [--requests 8,32,64,128,256] [--seeds 2] [--full-windows]
 
 No engine: the real planner, request table and prices, and a machine whose step times are those
 found for the Qwen3-8B shape (docs/benchmarks/h200-serving.md). Decode steps and draft passes cost
@@ -8,6 +8,7 @@ what the cost table says; a step with rows of prompts costs 3 ms and 0.0275 ms f
 request has 256 prompt tokens and 128 of output, and the next one begins when it ends. Drafts are
 accepted with the means of the demo pair at T = 0, confidences say how likely. Printed: output
 tokens per second of each fixed K and of none (0), of ours, and ours over the best of them.
+--full-windows: steps with prompts are not trimmed, as by default.
 """
 
 import argparse
@@ -88,10 +89,11 @@ class Ours:
     """The real planner and all it learns from."""
 
     requests: int
+    trims_mixed: bool = True
     cost: CostModel = field(default_factory=lambda: CostModel(TABLE, num_positions=K))
 
     def __post_init__(self) -> None:
-        options = PlannerOptions(device_windows=True, choose_width=True, mixed=True)
+        options = PlannerOptions(device_windows=True, choose_width=True, mixed=self.trims_mixed)
         self._planner = Planner(self.cost, options)
         self.table = RequestTable(
             K, self.requests, Calibration.identity(K), rank_by_posterior=False
@@ -244,14 +246,15 @@ def throughput(requests: int, policy: Ours | int, seed: int) -> float:
     return tokens / ms * 1e3
 
 
-def rows_of(loads: list[int], seeds: int) -> Iterator[str]:
+def rows_of(loads: list[int], seeds: int, trims_mixed: bool) -> Iterator[str]:
     """One line for each load."""
     for requests in loads:
         fixed = {
             k: float(np.mean([throughput(requests, k, seed) for seed in range(seeds)]))
             for k in (0, 1, 2, 3, 5, 7)
         }
-        ours = np.mean([throughput(requests, Ours(requests), seed) for seed in range(seeds)])
+        runs = [throughput(requests, Ours(requests, trims_mixed), seed) for seed in range(seeds)]
+        ours = float(np.mean(runs))
         shown = "  ".join(f"{k}: {value:6.0f}" for k, value in fixed.items())
         yield f"{requests:4} requests  {shown}  ours: {ours:6.0f}  {ours / max(fixed.values()):.3f}"
 
@@ -261,8 +264,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", default="8,32,64,128,256")
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--full-windows", action="store_true")
     args = parser.parse_args()
-    for line in rows_of([int(part) for part in args.requests.split(",")], args.seeds):
+    loads = [int(part) for part in args.requests.split(",")]
+    for line in rows_of(loads, args.seeds, not args.full_windows):
         print(line, flush=True)
 
 

@@ -1,17 +1,20 @@
 """Prices of steps with prefill rows, learned from such steps alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning.builders import batch, facts, table_from
+from tests.planning.builders import batch, facts, grid, table_from
 from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
 from vllm_dspark.planning.facts import PlannerOptions
 from vllm_dspark.planning.mixed_cost import MIN_SAMPLES, MixedCosts
 from vllm_dspark.planning.online_cost import CostModel
 from vllm_dspark.planning.plan import PlanKind, Reason
 from vllm_dspark.planning.planner import Planner
+from vllm_dspark.planning.width import WidthReason
 
 K = 7
 MIXED = {"mode": StepMode.MIXED, "native_mode": StepMode.MIXED}
@@ -227,6 +230,57 @@ class TestPlanner:
         late = plans[60:]
         assert all(plan.kind is PlanKind.TRIM for plan in late)
         assert 64 <= np.median([plan.budget for plan in late]) <= 4 * 64
+
+    def run_widths(self, *, mixed_share, steps=160, acceptance=0.8, requests=64):
+        """Plans of a load without evidence for trimming: 60 ms and .3 ms a row, passes 1 to 4 ms.
+
+        Per step: whether it had prefill rows, the drafts it found, its plan.
+        """
+        table = cost_model().table
+        table = replace(table, narrow={n: grid((1, 256), (0.5 * n, 0.5 * n)) for n in (1, 2, 3)})
+        cost = CostModel(table, num_positions=K)
+        planner = Planner(cost, PlannerOptions(choose_width=True, hysteresis_steps=2))
+        rng, drafts, found = np.random.default_rng(6), np.full(requests, K, dtype=np.int32), []
+        for number in range(1, steps + 1):
+            mixed = bool(rng.random() < mixed_share)
+            prompt = int(rng.integers(50, 400)) if mixed else 0
+            plan = planner.plan(
+                facts(number, **(MIXED if mixed else {}), reserved_rows=200 if mixed else 0),
+                batch(np.full((K, requests), acceptance), num_drafts=drafts),
+            )
+            found.append((mixed, drafts, plan))
+            rows = requests + (plan.budget if plan.kind is not PlanKind.SKIP_DRAFT else 0)
+            mode = StepMode.MIXED if mixed else StepMode.FULL
+            took = 40.0 + 0.3 * (rows + prompt) if mixed else 1.0 + 0.001 * rows
+            cost.observe(
+                StepTiming(
+                    mode, StepShape.RAGGED, requests, rows + prompt, 0, took,
+                    0.5 * plan.columns or None, plan.draft_width, prefill_rows=prompt,
+                )
+            )  # fmt: skip
+            drafts = np.full(requests, plan.columns, dtype=np.int32)
+        return found
+
+    def test_without_evidence_the_width_follows_mixed_prices(self):
+        """Catches full passes, all verified, where half of their columns would be best, and steps
+        between that draft for themselves: 59 ms and 19 per column, for .8^k of 64 tokens."""
+        late = self.run_widths(mixed_share=0.9)[80:]
+        others = [plan for mixed, _, plan in late if not mixed]
+        assert len(others) > 4
+        for plan in others:
+            assert plan.columns in (2, 3) or plan.width_reason is WidthReason.PROBE
+        for mixed, drafts, plan in late:
+            if mixed:
+                assert (plan.kind, plan.reason) == (PlanKind.NATIVE, Reason.MIXED)
+                assert plan.budget == drafts.sum()  # nothing is trimmed
+        widths = [plan.columns for _, _, plan in late if plan.width_reason is WidthReason.BEST]
+        assert len(widths) >= 0.8 * len(late)
+        assert set(widths) <= {2, 3} and any(plan.columns == K for _, _, plan in late)  # probes
+
+    def test_where_few_steps_have_prompts_widths_are_those_of_the_others(self):
+        late = self.run_widths(mixed_share=0.1)[80:]
+        others = [plan.columns for mixed, _, plan in late if not mixed]
+        assert others.count(K) >= 0.8 * len(others)
 
     def test_without_prices_nothing_changes(self):
         planner = Planner(cost_model(), PlannerOptions(mixed=True))

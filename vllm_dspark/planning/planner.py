@@ -28,6 +28,7 @@ prefill rows; before there are prices they keep a pause of drafting, unless ther
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,7 @@ from vllm_dspark.planning.explore import Explorer
 from vllm_dspark.planning.facts import PlannerOptions, StepFacts
 from vllm_dspark.planning.forced import forced_width
 from vllm_dspark.planning.hysteresis import KindSelector
+from vllm_dspark.planning.native_mixed import NativeMixed
 from vllm_dspark.planning.online_cost import CostModel
 from vllm_dspark.planning.plan import PlanKind, Reason, VerifyPlan
 from vllm_dspark.planning.promises import Evaluation, Promises, any_of
@@ -69,8 +71,7 @@ class Planner:
     def __post_init__(self) -> None:
         self.selector = KindSelector(self.options.min_gain, self.options.hysteresis_steps)
         self._widths: WidthSelector | None = None  # made with the first batch, which has K
-        # Native or pause, of steps with prefill rows that must not be trimmed.
-        self._mixed_selector = KindSelector(self.options.min_gain, self.options.hysteresis_steps)
+        self._native_mixed = NativeMixed(self.options)
         self._drain = DrainWatch()
         self._since_draft = 0  # steps since the drafter last ran
         self._probing = False  # the last step drafted only to look
@@ -142,7 +143,7 @@ class Planner:
             plan = self._native(facts, batch, reason, seen.native)
         if may_try:
             plan = self._start_trial(batch, promises, seen, plan)
-        plan = self._finish(plan)
+        plan = self._finish(self._as_usual(batch, plan))
         if kind is PlanKind.TRIM and plan.reason not in (Reason.NO_DRAFTS, Reason.EXPLORE):
             self._repetition.allow(plan, batch, seen.incomplete)
         return plan
@@ -169,8 +170,8 @@ class Planner:
     def _evaluate(self, facts: StepFacts, batch: RequestBatch) -> tuple[Promises, Evaluation]:
         """What the step promises, and what kinds and widths promise in steps as they mostly are."""
         promises = Promises(self._prices, self.options, facts, batch)
-        usual = self._usual.instead_of(facts) if self.trims_mixed else None
-        if usual is None:
+        usual = self._usual.instead_of(facts)
+        if usual is None or not self.trims_mixed:
             seen = promises.evaluate()
             self._choose_width(batch, promises, seen)
             return promises, seen
@@ -210,24 +211,43 @@ class Planner:
         """Whether a step with prefill rows that stays native can say if drafting pays."""
         priced = self.cost is not None and self.cost.prices_mixed
         known = batch.known is None or bool(np.count_nonzero(batch.known))
-        return priced and (known or self._mixed_selector.kind is PlanKind.SKIP_DRAFT)
+        return priced and (known or self._native_mixed.pauses)
 
     def _mixed(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
         """A step with prefill rows, all its drafts verified; drafts again if that pays."""
         self._unjudged = 0
         facts = replace(facts, mode=StepMode.MIXED, native_mode=StepMode.MIXED)
-        seen = Promises(self._prices, self.options, facts, batch).evaluate()
-        if seen.native is None or seen.skip is None:
-            self._mixed_selector.reset()
-            return self._native(facts, batch, Reason.MIXED, seen.native)
-        kind, reason = self._mixed_selector.select(seen.native.goodput, 0.0, seen.skip.goodput)
-        if kind is not PlanKind.SKIP_DRAFT:
-            return self._native(facts, batch, Reason.MIXED, seen.native)
-        if np.count_nonzero(batch.num_drafts):
-            return replace(self._native(facts, batch, Reason.MIXED, seen.native), draft_next=False)
+        self._usual.instead_of(facts)
+        promises = Promises(self._prices, self.options, facts, batch)
+        seen = promises.evaluate()
+        skip = self._native_mixed.decide(promises, seen, batch, narrow=self._offers_widths)
+        drafting = self._native_mixed.next_pass(batch)
+        there = np.count_nonzero(batch.num_drafts) > 0
+        if skip is None or there:
+            own = promises.native_here(seen, drafting[0] if drafting else 0)
+            return self._native(facts, batch, Reason.MIXED, own, drafting)
         if self._since_draft + 1 >= self.options.probe_interval:
             return self._single(facts, batch, seen, Reason.PROBE_DRAFT, self._full_pass(batch))
-        return self._single(facts, batch, seen, reason, None)
+        return self._single(facts, batch, seen, skip, None)
+
+    def _as_usual(self, batch: RequestBatch, plan: VerifyPlan) -> VerifyPlan:
+        """A step without prefill rows among many with them: it drafts for the next of those."""
+        judged = self._usual.mixed and not self.options.mixed and self._prices.prices_mixed
+        if not judged or any_of(batch.reserved) or plan.reason is Reason.PROBE_DRAFT:
+            return plan
+        drafting = self._native_mixed.next_pass(batch)
+        columns = drafting[0] if drafting else 0
+        ms, requests = plan.predicted_ms, batch.owner.size
+        if ms:
+            ms += self._prices.draft_ms(requests, columns) if columns else 0.0
+            ms -= self._prices.draft_ms(requests, plan.columns) if plan.draft_next else 0.0
+        return replace(
+            plan,
+            draft_next=drafting is not None,
+            draft_width=columns if 0 < columns < batch.num_positions else None,
+            width_reason=drafting[1] if drafting else plan.width_reason,
+            predicted_ms=ms,
+        )
 
     def _keep_or_end_pause(self, reason: Reason) -> None:
         """A few prefill steps keep a pause of drafting; nobody would end it otherwise."""
@@ -251,11 +271,14 @@ class Planner:
             self._widths = found
         return found
 
+    @property
+    def _offers_widths(self) -> bool:
+        return self.options.choose_width and self._prices.prices_widths
+
     def _choose_width(self, batch: RequestBatch, promises: Promises, seen: Evaluation) -> None:
         """Decide the width of the passes of trimmed steps: that of `seen.trim` from now on."""
         selector = self._selector(batch.num_positions)
-        offered = self.options.choose_width and self._prices.prices_widths
-        if not offered or seen.trim.option is None or any_of(batch.reserved):
+        if not self._offers_widths or seen.trim.option is None or any_of(batch.reserved):
             selector.reset()
             return
         promised = [*promises.narrower(seen.survival, selector.widths[:-1]), seen.trim]
@@ -398,13 +421,19 @@ class Planner:
     # ---- the plans themselves
 
     def _native(
-        self, facts: StepFacts, batch: RequestBatch, reason: Reason, own: Option | None
+        self,
+        facts: StepFacts,
+        batch: RequestBatch,
+        reason: Reason,
+        own: Option | None,
+        drafting: DraftPass | Literal["usual"] = "usual",
     ) -> VerifyPlan:
         """All drafts there are; drafts again unless a pause is on."""
-        drafting = None
-        if self.selector.kind is not PlanKind.SKIP_DRAFT:
-            keeps = reason is Reason.MIXED and not any_of(batch.reserved)
-            drafting = self._next_pass(batch) if keeps else self._full_pass(batch)
+        if drafting == "usual":
+            drafting = None
+            if self.selector.kind is not PlanKind.SKIP_DRAFT:
+                keeps = reason is Reason.MIXED and not any_of(batch.reserved)
+                drafting = self._next_pass(batch) if keeps else self._full_pass(batch)
         budget = int(np.add.reduce(batch.num_drafts))
         kind = PlanKind.OFF if reason is Reason.DISABLED else PlanKind.NATIVE
         full = batch.owner.size * batch.num_positions

@@ -118,6 +118,26 @@ class Promises:
             found.append(Promise(width, option, ranking))
         return found
 
+    def whole(self, seen: Evaluation, width: int) -> Option | None:
+        """A native step after passes of this width, all of whose drafts are verified."""
+        batch = self._batch
+        capacity = np.minimum(batch.capacity, np.int32(width))
+        ranking = seen.full
+        if width < batch.num_positions:
+            ranking = self._rank(seen.survival[:width], capacity)
+        return self._native(batch.owner.size * width, ranking.total_gain(), self._draft_ms(width))
+
+    def native_here(self, seen: Evaluation, columns: int) -> Option | None:
+        """The native step with the drafts at hand; columns: of the pass behind it, 0: none."""
+        drafts = int(np.add.reduce(self._batch.num_drafts))
+        gain = self.rank_here(seen).total_gain()
+        return self._native(drafts, gain, self._draft_ms(columns) if columns else 0.0)
+
+    def _native(self, budget: int, gain: float, draft_ms: float) -> Option | None:
+        fixed_ms = self._overhead + draft_ms
+        mode = self._facts.native_mode
+        return uniform(self._prices, mode, StepShape.NATIVE, self._rows, budget, gain, fixed_ms)
+
     def _draft_ms(self, columns: int | None) -> float:
         return self._prices.draft_ms(self._batch.owner.size, columns, self._facts.mode)
 

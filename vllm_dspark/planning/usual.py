@@ -21,6 +21,11 @@ class UsualSteps:
     _last_mixed: StepFacts | None = None
     _last_other: StepFacts | None = None
 
+    @property
+    def mixed(self) -> bool:
+        """Whether most of the last steps had prefill rows."""
+        return self._mixed_share > 0.5
+
     def instead_of(self, facts: StepFacts) -> StepFacts | None:
         """Take in a step; one of the usual kind in its place, None if it is of that kind."""
         mixed = facts.mode is StepMode.MIXED
@@ -29,9 +34,8 @@ class UsualSteps:
             self._last_mixed = facts
         else:
             self._last_other = facts
-        usual_is_mixed = self._mixed_share > 0.5
-        usual = self._last_mixed if usual_is_mixed else self._last_other
-        if usual is None or usual_is_mixed is mixed:
+        usual = self._last_mixed if self.mixed else self._last_other
+        if usual is None or self.mixed is mixed:
             return None
         return replace(
             usual, step_id=facts.step_id, kv_tokens=facts.kv_tokens, num_waiting=facts.num_waiting
