@@ -1,6 +1,7 @@
 """Decisions for steps as they mostly are."""
 
 import numpy as np
+import pytest
 
 from tests.planning.builders import batch, facts, table_from
 from vllm_dspark.planning.cost import StepMode, StepShape, StepTiming
@@ -18,15 +19,53 @@ def step(number, mixed):
     return facts(number, mode=mode, native_mode=mode, reserved_rows=200 if mixed else 0)
 
 
+def told(usual, facts):
+    usual.note(facts)
+    return usual.facts_for(facts)
+
+
 def test_the_usual_kind_stands_for_the_other():
     usual = UsualSteps()
-    assert usual.instead_of(step(1, False)) is None
-    assert usual.instead_of(step(2, True)).mode is StepMode.FULL
+    assert told(usual, step(1, False)) is None
+    assert told(usual, step(2, True)).mode is StepMode.FULL
     for number in range(3, 30):
-        usual.instead_of(step(number, True))
-    found = usual.instead_of(step(30, False))
+        usual.note(step(number, True))
+    found = told(usual, step(30, False))
     assert (found.mode, found.reserved_rows, found.step_id) == (StepMode.MIXED, 200, 30)
-    assert usual.instead_of(step(31, True)) is None
+    assert told(usual, step(31, True)) is None
+    usual.repeated(12)  # decode steps that nobody looked at
+    assert not usual.mixed
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["full windows", "trimmed"])
+def test_drafting_is_back_within_two_steps_of_the_load_falling(mixed):
+    """Catches a pause for steps with prompts that outlives their load while they are remembered."""
+    cost = CostModel(
+        table_from(lambda s: 20.0 + 0.1 * s, range(8, 1025, 8), K, draft=(0.5, 5.0)),
+        num_positions=K,
+    )
+    planner = Planner(cost, PlannerOptions(mixed=mixed))
+    rng, drafts = np.random.default_rng(7), np.full(REQUESTS, K, dtype=np.int32)
+    for number in range(1, 120):
+        prompt = int(rng.integers(50, 400))
+        here = batch(np.full((K, REQUESTS), 0.4), num_drafts=drafts)
+        plan = planner.plan(step(number, True), here)
+        rows = REQUESTS + (plan.budget if plan.kind is not PlanKind.SKIP_DRAFT else 0)
+        ms = 20.0 + 0.5 * (rows + prompt)
+        timing = StepTiming(
+            StepMode.MIXED, StepShape.RAGGED, REQUESTS, rows + prompt, 0, ms,
+            5.0 if plan.draft_next else None, prefill_rows=prompt,
+        )  # fmt: skip
+        cost.observe(timing)
+        drafts = np.full(REQUESTS, K if plan.draft_next else 0, dtype=np.int32)
+    assert plan.kind is PlanKind.SKIP_DRAFT
+    alone = []
+    for number in range(120, 123):
+        here = batch(np.full((K, 1), 0.9), num_drafts=drafts[:1])
+        plan = planner.plan(step(number, False), here)
+        alone.append(plan.draft_next)
+        drafts = np.full(1, K if plan.draft_next else 0, dtype=np.int32)
+    assert alone[1] and alone[2], alone
 
 
 def kinds_under(share, *, mixed_slope, steps=300):

@@ -102,6 +102,7 @@ class Planner:
     def repeated(self, steps: int) -> None:
         """The last decision was carried out in so many steps more."""
         self._repetition.skip(steps)
+        self._usual.repeated(steps)
 
     def plan(self, facts: StepFacts, batch: RequestBatch) -> VerifyPlan:
         """Decide one step."""
@@ -143,7 +144,7 @@ class Planner:
             plan = self._native(facts, batch, reason, seen.native)
         if may_try:
             plan = self._start_trial(batch, promises, seen, plan)
-        plan = self._finish(self._as_usual(batch, plan))
+        plan = self._finish(self._as_usual(facts, batch, plan))
         if kind is PlanKind.TRIM and plan.reason not in (Reason.NO_DRAFTS, Reason.EXPLORE):
             self._repetition.allow(plan, batch, seen.incomplete)
         return plan
@@ -165,13 +166,15 @@ class Planner:
         draining = self._drain.update(owner.size, 0, facts.num_waiting)
         if draining and plan.kind is PlanKind.TRIM:
             return None
+        self._usual.repeated(1)
         return self._finish(plan)
 
     def _evaluate(self, facts: StepFacts, batch: RequestBatch) -> tuple[Promises, Evaluation]:
         """What the step promises, and what kinds and widths promise in steps as they mostly are."""
         promises = Promises(self._prices, self.options, facts, batch)
-        usual = self._usual.instead_of(facts)
-        if usual is None or not self.trims_mixed:
+        self._usual.note(facts)
+        usual = self._usual.facts_for(facts) if self.trims_mixed else None
+        if usual is None:
             seen = promises.evaluate()
             self._choose_width(batch, promises, seen)
             return promises, seen
@@ -217,7 +220,7 @@ class Planner:
         """A step with prefill rows, all its drafts verified; drafts again if that pays."""
         self._unjudged = 0
         facts = replace(facts, mode=StepMode.MIXED, native_mode=StepMode.MIXED)
-        self._usual.instead_of(facts)
+        self._usual.note(facts)
         promises = Promises(self._prices, self.options, facts, batch)
         seen = promises.evaluate()
         skip = self._native_mixed.decide(promises, seen, batch, narrow=self._offers_widths)
@@ -230,11 +233,16 @@ class Planner:
             return self._single(facts, batch, seen, Reason.PROBE_DRAFT, self._full_pass(batch))
         return self._single(facts, batch, seen, skip, None)
 
-    def _as_usual(self, batch: RequestBatch, plan: VerifyPlan) -> VerifyPlan:
+    def _as_usual(self, facts: StepFacts, batch: RequestBatch, plan: VerifyPlan) -> VerifyPlan:
         """A step without prefill rows among many with them: it drafts for the next of those."""
-        judged = self._usual.mixed and not self.options.mixed and self._prices.prices_mixed
+        usual = self._usual.facts_for(facts)
+        judged = usual is not None and not self.options.mixed and self._prices.prices_mixed
         if not judged or any_of(batch.reserved) or plan.reason is Reason.PROBE_DRAFT:
             return plan
+        assert usual is not None, "judged by steps like it"
+        # By the requests of now: a load that has fallen is seen in the step that finds it fallen.
+        promises = Promises(self._prices, self.options, usual, batch)
+        self._native_mixed.decide(promises, promises.evaluate(), batch, narrow=self._offers_widths)
         drafting = self._native_mixed.next_pass(batch)
         columns = drafting[0] if drafting else 0
         ms, requests = plan.predicted_ms, batch.owner.size

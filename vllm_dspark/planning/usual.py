@@ -26,16 +26,23 @@ class UsualSteps:
         """Whether most of the last steps had prefill rows."""
         return self._mixed_share > 0.5
 
-    def instead_of(self, facts: StepFacts) -> StepFacts | None:
-        """Take in a step; one of the usual kind in its place, None if it is of that kind."""
+    def repeated(self, steps: int) -> None:
+        """So many steps without prefill rows went by unseen."""
+        self._mixed_share *= (1.0 - 1.0 / _MEMORY) ** steps
+
+    def note(self, facts: StepFacts) -> None:
+        """Take in a step."""
         mixed = facts.mode is StepMode.MIXED
         self._mixed_share += (mixed - self._mixed_share) / _MEMORY
         if mixed:
             self._last_mixed = facts
         else:
             self._last_other = facts
+
+    def facts_for(self, facts: StepFacts) -> StepFacts | None:
+        """A step of the usual kind in the place of this one; None if it is of that kind."""
         usual = self._last_mixed if self.mixed else self._last_other
-        if usual is None or self.mixed is mixed:
+        if usual is None or self.mixed is (facts.mode is StepMode.MIXED):
             return None
         return replace(
             usual, step_id=facts.step_id, kv_tokens=facts.kv_tokens, num_waiting=facts.num_waiting
