@@ -59,7 +59,7 @@ class Side:
     scheduler: Any
     worker: TimedWorker
     requests: int
-    random: random.Random = field(default_factory=lambda: random.Random(3))
+    lengths: random.Random = field(default_factory=lambda: random.Random(3))
     added: int = 0
 
     def turn(self, steps: int) -> tuple[float, float, float]:
@@ -68,7 +68,7 @@ class Side:
         for _ in range(steps):
             while len(self.scheduler.running) + len(self.scheduler.waiting) < self.requests:
                 self.added += 1
-                tokens = self.random.randint(64, 192)
+                tokens = self.lengths.randint(64, 192)
                 add_request(self.scheduler, f"r{self.added}", prompt=PROMPT, max_tokens=tokens)
             scheduler_cost._inner_ns[0] = 0
             started = time.process_time_ns()
