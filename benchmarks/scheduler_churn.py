@@ -8,7 +8,7 @@ rests; steps with prompts are priced by reported times and trimmed (`"confidence
 "auto"`), passes may be narrow, windows are set on the device. Printed: process CPU microseconds a
 step in `schedule()` and `update_from_output()`, medians over turns of 60 steps that alternate;
 `inner` is what vLLM's own two methods take of it, `own` the rest, `net` what both take beyond
-stock.
+stock; `plans` counts the measured steps by what was planned, since prices decide what is measured.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import os
 import random
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,7 @@ def start(pair: Pair, requests: int, folder: Path, *, ours: bool) -> Side:
     worker = TimedWorker(scheduler, lambda _, drafts: int(rng.binomial(drafts, 0.7)), lag=1)
     side = Side(scheduler, worker, requests)
     side.turn(WARM_UP)
+    worker.plans.clear()
     return side
 
 
@@ -137,6 +139,10 @@ def measure(pair: Pair, requests: int, turns: int, folder: Path) -> None:
     for label, values in (("own", own), ("net", net)):
         low, middle, high = np.percentile(values, (20, 50, 80))
         print(f"    {label}: {middle:.0f} ({low:.0f} to {high:.0f}) us a step", flush=True)
+    plans = sides["ours"].worker.plans
+    print(
+        f"    plans: {dict(Counter(plan.reason.value for plan in plans).most_common())}", flush=True
+    )
     for side in sides.values():
         side.scheduler.shutdown()
 

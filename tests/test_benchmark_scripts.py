@@ -60,6 +60,20 @@ def test_scheduler_cost(tmp_path: Path) -> None:
     assert all("added_us" in variant for variant in found.values())
 
 
+@pytest.mark.engine
+def test_scheduler_churn() -> None:
+    """Catches a script that ends at its start, or a load under which nothing is planned."""
+    words = ["--requests", "4", "--turns", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.scheduler_churn", *words],
+        cwd=ROOT, env={**os.environ, **ENGINE_ENVIRONMENT},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("4 requests, stock: schedule", "4 requests, ours: schedule", "net:", "plans: {'"):
+        assert name in done.stdout
+
+
 def _cells(path: Path) -> Path:
     """Cells of a benchmark in which every mode made its tokens at 100 a second and request."""
     counters = {simulator_validation.EMITTED: 300.0, simulator_validation.STEPS: 100.0}
