@@ -101,6 +101,23 @@ class TestCurve:
         _, _, times = cost.axis()
         assert 0.0 < cost.prompts_ms < times.min()
 
+    def test_prices_go_on_beyond_the_largest_step_served(self):
+        """Catches a batch that has grown for which all widths and kinds cost the same."""
+        cost = self.learn((30, 35), (50, 400), lambda v, p: 8.0 + 0.02 * (v + p))
+        for v in (64, 256, 2048):
+            expected = 8.0 + 0.02 * (v + cost.prefill_rows)
+            assert cost.step_ms(round(v + cost.prefill_rows)) == pytest.approx(expected, rel=0.1)
+
+    def test_a_time_far_too_short_owns_no_price(self):
+        cost, rng = MixedCosts(), np.random.default_rng(8)
+        for step in range(40):
+            p = int(rng.integers(50, 400))
+            ms = 0.05 if step == 5 else 10.0 + 0.02 * p
+            cost.observe(100, p, 64, ms, 4.0)
+        assert cost.step_ms(round(100 + cost.prefill_rows)) == pytest.approx(
+            10.0 + 0.02 * cost.prefill_rows, rel=0.15
+        )
+
     def test_a_stalled_step_moves_little(self):
         cost = self.learn((500, 700), (50, 60), lambda v, p: 10.0, noise=0.0)
         cost.observe(600, 55, 64, 5000.0, 4.0)
@@ -231,7 +248,7 @@ class TestPlanner:
         assert all(plan.kind is PlanKind.TRIM for plan in late)
         assert 64 <= np.median([plan.budget for plan in late]) <= 4 * 64
 
-    def run_widths(self, *, mixed_share, steps=160, acceptance=0.8, requests=64):
+    def run_widths(self, *, mixed_share, skip=True, steps=160, acceptance=0.8, requests=64):
         """Plans of a load without evidence for trimming: 60 ms and .3 ms a row, passes 1 to 4 ms.
 
         Per step: whether it had prefill rows, the drafts it found, its plan.
@@ -239,7 +256,8 @@ class TestPlanner:
         table = cost_model().table
         table = replace(table, narrow={n: grid((1, 256), (0.5 * n, 0.5 * n)) for n in (1, 2, 3)})
         cost = CostModel(table, num_positions=K)
-        planner = Planner(cost, PlannerOptions(choose_width=True, hysteresis_steps=2))
+        options = PlannerOptions(choose_width=True, hysteresis_steps=2, skip_draft=skip)
+        planner = Planner(cost, options)
         rng, drafts, found = np.random.default_rng(6), np.full(requests, K, dtype=np.int32), []
         for number in range(1, steps + 1):
             mixed = bool(rng.random() < mixed_share)
@@ -261,10 +279,11 @@ class TestPlanner:
             drafts = np.full(requests, plan.columns, dtype=np.int32)
         return found
 
-    def test_without_evidence_the_width_follows_mixed_prices(self):
+    @pytest.mark.parametrize("skip", [True, False])
+    def test_without_evidence_the_width_follows_mixed_prices(self, skip):
         """Catches full passes, all verified, where half of their columns would be best, and steps
         between that draft for themselves: 59 ms and 19 per column, for .8^k of 64 tokens."""
-        late = self.run_widths(mixed_share=0.9)[80:]
+        late = self.run_widths(mixed_share=0.9, skip=skip)[80:]
         others = [plan for mixed, _, plan in late if not mixed]
         assert len(others) > 4
         for plan in others:

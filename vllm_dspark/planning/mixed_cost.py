@@ -72,9 +72,10 @@ class _Plane:
         verified = self.more_if_verified * rows
         return self.base + self.per_row * (rows + prefill_rows) + verified
 
-    def add(self, rows: float, prefill_rows: float, ms: float) -> None:
+    def add(self, rows: float, prefill_rows: float, ms: float, usual_ms: float) -> None:
+        """Take in a sample; usual_ms: of the steps so far, lest one far too short own the fit."""
         features = np.array([1.0, (rows + prefill_rows) / _ROWS, rows / _ROWS])
-        fade, weight = 1.0 - 1.0 / _FIT_MEMORY, 1.0 / ms**2
+        fade, weight = 1.0 - 1.0 / _FIT_MEMORY, 1.0 / max(ms, usual_ms / 4.0) ** 2
         self._square = fade * self._square + weight * np.outer(features, features)
         self._cross = fade * self._cross + weight * features * ms
 
@@ -130,7 +131,7 @@ class MixedCosts:
         if self._axis is not None:
             expected = max(self._plane.at(rows, prefill_rows), 1e-6)
             forward_ms = min(max(forward_ms, expected / _CLIP), expected * _CLIP)
-        self._plane.add(rows, prefill_rows, forward_ms)
+        self._plane.add(rows, prefill_rows, forward_ms, self._mean_ms)
         self._bins.setdefault(_bin_of(rows), _Bin()).add(rows, prefill_rows, forward_ms)
         if draft_ms is not None and _is_time(draft_ms):
             found = self._drafts.setdefault(_bin_of(num_requests), _Bin())
@@ -159,13 +160,13 @@ class MixedCosts:
         """Time of a step of so many tokens, p0 of them prefill rows; None: too few samples."""
         if self._axis is None:
             return None
-        return float(np.interp(num_tokens, self._axis[1], self._axis[2]))
+        return _beyond(num_tokens, self._axis)
 
     def draft_ms(self, num_requests: int) -> float | None:
         """Time of the full draft pass of a mixed step; None: too few samples."""
         if self._draft_axis is None:
             return None
-        return float(np.interp(num_requests, self._draft_axis[1], self._draft_axis[2]))
+        return _beyond(num_requests, self._draft_axis)
 
     def served(self, rows: int) -> bool:
         """Whether steps of about so many rows of decoding requests were served."""
@@ -211,6 +212,15 @@ def _axis_of(nodes: Float64Array, ms: Float64Array, more: float) -> Axis:
     rising = np.maximum.accumulate(ms)
     sizes = np.unique(np.rint(nodes + more).astype(np.int64))
     return tuple(sizes.tolist()), sizes, np.interp(sizes, nodes + more, rising)
+
+
+def _beyond(size: int, axis: Axis) -> float:
+    """Time at a size, with the last slope where the axis has ended."""
+    _, sizes, times = axis
+    if size <= sizes[-1] or len(sizes) == 1:
+        return float(np.interp(size, sizes, times))
+    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+    return float(times[-1] + slope * (size - sizes[-1]))
 
 
 def _bin_of(size: int) -> int:

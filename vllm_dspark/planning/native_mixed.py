@@ -38,7 +38,7 @@ class NativeMixed:
         self, promises: Promises, seen: Evaluation, batch: RequestBatch, *, narrow: bool
     ) -> Reason | None:
         """Take in one step; why nothing is to be drafted, or None; narrow: widths are priced."""
-        if seen.native is None or seen.skip is None:
+        if seen.native is None:
             self.reset()
             return None
         best, widths = seen.native.goodput, self._selector(batch.num_positions)
@@ -48,7 +48,8 @@ class NativeMixed:
             best = goodput[widths.select(goodput)]
         else:
             widths.reset()
-        kind, reason = self._kinds.select(best, 0.0, seen.skip.goodput)
+        paused = seen.skip.goodput if seen.skip is not None else 0.0
+        kind, reason = self._kinds.select(best, 0.0, paused)
         return reason if kind is PlanKind.SKIP_DRAFT else None
 
     def next_pass(self, batch: RequestBatch) -> DraftPass:

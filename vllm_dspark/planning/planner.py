@@ -129,6 +129,7 @@ class Planner:
         )
         may_try = self._prices.online and bool(seen.promised) and not draining
         may_try &= facts.mode is not StepMode.MIXED and seen.about is facts
+        may_try &= not self._drafts_as_usual(facts)
         tried = self._trial_step(facts, batch, promises, seen) if may_try else None
         if tried is not None:
             return self._finish(tried)
@@ -233,13 +234,17 @@ class Planner:
             return self._single(facts, batch, seen, Reason.PROBE_DRAFT, self._full_pass(batch))
         return self._single(facts, batch, seen, skip, None)
 
+    def _drafts_as_usual(self, facts: StepFacts) -> bool:
+        """Whether a step's pass is for steps with prefill rows that must not be trimmed."""
+        among = self._usual.mixed and facts.mode is not StepMode.MIXED
+        return among and not self.options.mixed and self._prices.prices_mixed
+
     def _as_usual(self, facts: StepFacts, batch: RequestBatch, plan: VerifyPlan) -> VerifyPlan:
         """A step without prefill rows among many with them: it drafts for the next of those."""
         usual = self._usual.facts_for(facts)
-        judged = usual is not None and not self.options.mixed and self._prices.prices_mixed
-        if not judged or any_of(batch.reserved) or plan.reason is Reason.PROBE_DRAFT:
+        own = any_of(batch.reserved) or plan.reason is Reason.PROBE_DRAFT
+        if usual is None or own or not self._drafts_as_usual(facts):
             return plan
-        assert usual is not None, "judged by steps like it"
         # By the requests of now: a load that has fallen is seen in the step that finds it fallen.
         promises = Promises(self._prices, self.options, usual, batch)
         self._native_mixed.decide(promises, promises.evaluate(), batch, narrow=self._offers_widths)
