@@ -272,3 +272,13 @@ def _grid(name: str, cells: Mapping[tuple[int, int], list[float]]) -> CostGrid:
             statistics[:, i, j] = median, (high - low) / 2.0, len(values)
     count = statistics[2].astype(np.int64)
     return CostGrid(sizes, kv_nodes, statistics[0], statistics[1], count)
+
+
+def interpolate(sizes: npt.NDArray[np.int64], times: npt.NDArray[np.float64], size: int) -> float:
+    """Linear between nodes, constant below the first, last slope above the last."""
+    if size <= sizes[-1]:
+        return float(np.interp(size, sizes, times))
+    if len(sizes) == 1:
+        return float(times[-1])
+    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+    return float(times[-1] + max(slope, 0.0) * (size - sizes[-1]))

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vllm_dspark.planning.cost import interpolate
+
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 # Ascending sizes in tokens, twice, and their times in ms.
@@ -160,13 +162,13 @@ class MixedCosts:
         """Time of a step of so many tokens, p0 of them prefill rows; None: too few samples."""
         if self._axis is None:
             return None
-        return _beyond(num_tokens, self._axis)
+        return interpolate(self._axis[1], self._axis[2], num_tokens)
 
     def draft_ms(self, num_requests: int) -> float | None:
         """Time of the full draft pass of a mixed step; None: too few samples."""
         if self._draft_axis is None:
             return None
-        return _beyond(num_requests, self._draft_axis)
+        return interpolate(self._draft_axis[1], self._draft_axis[2], num_requests)
 
     def served(self, rows: int) -> bool:
         """Whether steps of about so many rows of decoding requests were served."""
@@ -212,15 +214,6 @@ def _axis_of(nodes: Float64Array, ms: Float64Array, more: float) -> Axis:
     rising = np.maximum.accumulate(ms)
     sizes = np.unique(np.rint(nodes + more).astype(np.int64))
     return tuple(sizes.tolist()), sizes, np.interp(sizes, nodes + more, rising)
-
-
-def _beyond(size: int, axis: Axis) -> float:
-    """Time at a size, with the last slope where the axis has ended."""
-    _, sizes, times = axis
-    if size <= sizes[-1] or len(sizes) == 1:
-        return float(np.interp(size, sizes, times))
-    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
-    return float(times[-1] + slope * (size - sizes[-1]))
 
 
 def _bin_of(size: int) -> int:

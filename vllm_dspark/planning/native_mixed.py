@@ -12,7 +12,7 @@ from vllm_dspark.planning.hysteresis import KindSelector
 from vllm_dspark.planning.plan import PlanKind, Reason
 from vllm_dspark.planning.promises import Evaluation, Promises, any_of
 from vllm_dspark.planning.table import RequestBatch
-from vllm_dspark.planning.width import WidthSelector
+from vllm_dspark.planning.width import WidthSelector, selector_of
 
 
 class NativeMixed:
@@ -60,12 +60,5 @@ class NativeMixed:
         return selector.full_pass() if any_of(batch.reserved) else selector.next_pass()
 
     def _selector(self, num_positions: int) -> WidthSelector:
-        options = self._options
-        if self._widths is None or self._widths.widths[-1] != num_positions:
-            self._widths = WidthSelector(
-                ladder(num_positions),
-                options.min_gain / 2.0,
-                options.hysteresis_steps,
-                options.probe_interval,
-            )
+        self._widths = selector_of(self._widths, ladder(num_positions), self._options)
         return self._widths

@@ -34,6 +34,7 @@ from vllm_dspark.planning.cost import (
     StepMode,
     StepShape,
     StepTiming,
+    interpolate,
 )
 from vllm_dspark.planning.draft_cost import DraftShares
 from vllm_dspark.planning.mixed_cost import MixedCosts
@@ -348,16 +349,6 @@ class CostModel:
             np.maximum.accumulate(scaled, axis=1, out=state.cells)
             state.times = None
         self._draft_ms.clear()
-
-
-def interpolate(sizes: IntArray, times: Float64Array, size: int) -> float:
-    """Linear between nodes, constant below the first, last slope above the last."""
-    if size <= sizes[-1]:
-        return float(np.interp(size, sizes, times))
-    if len(sizes) == 1:
-        return float(times[-1])
-    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
-    return float(times[-1] + max(slope, 0.0) * (size - sizes[-1]))
 
 
 def _log_ratio(measured_ms: float, predicted_ms: float) -> float:

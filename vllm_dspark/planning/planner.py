@@ -51,7 +51,7 @@ from vllm_dspark.planning.promises import Evaluation, Promises, any_of
 from vllm_dspark.planning.repeat import Repetition
 from vllm_dspark.planning.table import RequestBatch
 from vllm_dspark.planning.usual import UsualSteps
-from vllm_dspark.planning.width import WidthReason, WidthSelector
+from vllm_dspark.planning.width import WidthReason, WidthSelector, selector_of
 
 IntArray = npt.NDArray[np.integer]
 OwnerArray = npt.NDArray[np.int64]
@@ -249,16 +249,20 @@ class Planner:
         promises = Promises(self._prices, self.options, usual, batch)
         self._native_mixed.decide(promises, promises.evaluate(), batch, narrow=self._offers_widths)
         drafting = self._native_mixed.next_pass(batch)
-        columns = drafting[0] if drafting else 0
+        return self._with_pass(batch, plan, drafting)
+
+    def _with_pass(self, batch: RequestBatch, plan: VerifyPlan, drafting: DraftPass) -> VerifyPlan:
+        """The plan with another draft pass at its end, or none, and priced so if it had a price."""
+        columns, reason = drafting or (0, plan.width_reason)
         ms, requests = plan.predicted_ms, batch.owner.size
         if ms:
             ms += self._prices.draft_ms(requests, columns) if columns else 0.0
             ms -= self._prices.draft_ms(requests, plan.columns) if plan.draft_next else 0.0
         return replace(
             plan,
-            draft_next=drafting is not None,
+            draft_next=columns > 0,
             draft_width=columns if 0 < columns < batch.num_positions else None,
-            width_reason=drafting[1] if drafting else plan.width_reason,
+            width_reason=reason,
             predicted_ms=ms,
         )
 
@@ -272,17 +276,8 @@ class Planner:
 
     def _selector(self, num_positions: int) -> WidthSelector:
         """The selector for K = `num_positions`."""
-        options, found = self.options, self._widths
-        if found is None or found.widths[-1] != num_positions:
-            found = WidthSelector(
-                ladder(num_positions),
-                # Another width asks for no other graph: half the margin that kinds need will do.
-                options.min_gain / 2.0,
-                options.hysteresis_steps,
-                options.probe_interval,
-            )
-            self._widths = found
-        return found
+        self._widths = selector_of(self._widths, ladder(num_positions), self.options)
+        return self._widths
 
     @property
     def _offers_widths(self) -> bool:
@@ -393,17 +388,8 @@ class Planner:
         trial = explorer.start(seen.promised, doubts, option.goodput, num_requests)
         if trial is None:
             return plan
-        ms = plan.predicted_ms + self._prices.draft_ms(num_requests, trial.width)
-        if plan.draft_next:
-            ms -= self._prices.draft_ms(num_requests, plan.columns)
-        return replace(
-            plan,
-            reason=Reason.EXPLORE,
-            draft_next=True,
-            draft_width=trial.width if trial.width < batch.num_positions else None,
-            width_reason=WidthReason.EXPLORE,
-            predicted_ms=ms if plan.predicted_ms else 0.0,
-        )
+        drafting: DraftPass = (trial.width, WidthReason.EXPLORE)
+        return replace(self._with_pass(batch, plan, drafting), reason=Reason.EXPLORE)
 
     def _trial_size(
         self, facts: StepFacts, batch: RequestBatch, promises: Promises, seen: Evaluation

@@ -86,15 +86,7 @@ class Promises:
         trim = best_ragged(
             self._prices, facts.mode, self._rows, ranking, drafted + self._allocation
         )
-        native = uniform(
-            self._prices,
-            facts.native_mode,
-            StepShape.NATIVE,
-            self._rows,
-            num_requests * width,
-            ranking.total_gain(),
-            drafted,
-        )
+        native = self._native(num_requests * width, ranking.total_gain(), self._draft_ms(None))
         skip = None
         if self._options.skip_draft and not any_of(batch.reserved):
             skip = uniform(

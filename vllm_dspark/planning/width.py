@@ -25,6 +25,10 @@ again.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_dspark.planning.facts import PlannerOptions
 
 _ROUNDING = 1e-6
 
@@ -106,3 +110,18 @@ class WidthSelector:
         """The same for a pass that has full width whatever is best."""
         self._narrow_passes = 0
         return self.widths[-1], WidthReason.FULL
+
+
+def selector_of(
+    found: WidthSelector | None, widths: tuple[int, ...], options: "PlannerOptions"
+) -> WidthSelector:
+    """`found` if it is about these widths, else a new one."""
+    if found is not None and found.widths == widths:
+        return found
+    return WidthSelector(
+        widths,
+        # Another width asks for no other graph: half the margin that kinds need will do.
+        options.min_gain / 2.0,
+        options.hysteresis_steps,
+        options.probe_interval,
+    )
